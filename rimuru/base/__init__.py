@@ -1,0 +1,1 @@
+"""Nouns every package may use: units, errors, environment, logging, metrics, clocks."""

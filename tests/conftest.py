@@ -1,0 +1,39 @@
+"""Fixtures of the whole suite. `gpu` tests need a CUDA device and are skipped without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "slow: takes more than ten seconds")
+
+
+def _has_gpu() -> bool:
+    try:
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount() > 0
+    except Exception:  # any failure to reach a device means that there is none to test on
+        return False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not _has_gpu():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of handed cases beside the checkout; tests that need it are skipped where it is absent."""
+    folder = ROOT.parent / "shared"
+    if not (folder / "cases").is_dir():
+        pytest.skip("the folder ../shared is not there")
+    return folder
