@@ -1,0 +1,165 @@
+"""How many bytes each kind of tensor takes in the pool: the single home of size arithmetic.
+
+The planner (memory/planner.py) fills these; allocator, views, stores, converters and the estimates read them.
+
+    huge page (L1)  P_h = lcm(P_e, P_s)
+      expert page / SSM page (L2)
+        KV page / conv page (L3), carved from an L2 page whose size it divides
+
+A page id counts pages of its own kind's size from the pool's base: address = base + id * page_bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rimuru.formats.quants import QuantFormat
+
+PageKind = Literal["expert", "ssm", "kv", "conv"]
+ProjectionName = Literal["gate", "up", "down"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionLayout:
+    """One matrix of an expert, as whole rows in `n_pages` pages.
+
+    Row n lies in page first_page + n // rows_per_page at byte (n % rows_per_page) * row_bytes (Eq. (1) of the paper,
+    for more than one page a projection). The tail of each page is padding.
+    """
+
+    name: ProjectionName
+    tensor: str
+    """GGUF tensor that holds the projection of all experts of the layer."""
+    tensor_row: int
+    """First row of the projection among one expert's rows of that tensor (not 0 only in ffn_gate_up_exps)."""
+    tensor_rows: int
+    """Rows of one expert in that tensor."""
+    n_rows: int
+    n_in: int
+    row_bytes: int
+    format: QuantFormat
+    rows_per_page: int
+    n_pages: int
+    first_page: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.n_rows * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayerLayout:
+    """The experts of one block. All experts of a block have the same layout."""
+
+    layer: int
+    n_experts: int
+    n_pages: int
+    projections: tuple[ProjectionLayout, ...]
+
+    @property
+    def useful_bytes(self) -> int:
+        """Bytes of one expert's rows, without padding."""
+        return sum(p.n_bytes for p in self.projections)
+
+    def projection(self, name: str) -> ProjectionLayout | None:
+        return next((p for p in self.projections if p.name == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """All routed experts of a model; `layers` has one entry per block with experts ("layer slot")."""
+
+    page_bytes: int
+    layers: tuple[ExpertLayerLayout, ...]
+
+    @property
+    def n_experts(self) -> int:
+        return sum(layer.n_experts for layer in self.layers)
+
+    @property
+    def n_pages(self) -> int:
+        return sum(layer.n_experts * layer.n_pages for layer in self.layers)
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the largest expert."""
+        return max(layer.n_pages for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroupLayout:
+    """Attention layers that share KV pages. A page holds page_tokens tokens of all of them.
+
+    In a page, layer slot s starts at byte s * layer_bytes:
+        keys   [n_head_kv][page_tokens][key_dim]    elements
+        values [n_head_kv][page_tokens][value_dim]  elements (absent for MLA: value_dim = 0, n_head_kv = 1)
+    """
+
+    layers: tuple[int, ...]
+    n_head_kv: int
+    key_dim: int
+    value_dim: int
+    page_tokens: int
+    window: int | None
+    element_bytes: int
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.n_head_kv * self.page_tokens * (self.key_dim + self.value_dim) * self.element_bytes
+
+    @property
+    def useful_bytes(self) -> int:
+        return self.layer_bytes * len(self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """KV pages of a model: one page size, one or more groups of layers."""
+
+    page_bytes: int
+    groups: tuple[KvGroupLayout, ...]
+    parent: Literal["expert", "ssm"]
+    """The L2 kind that a KV page is carved from by preference; page_bytes divides that kind's size."""
+
+    def pages_for(self, n_tokens: int) -> int:
+        """Pages of a sequence of n_tokens, all groups together, without giving back what left a window."""
+        return sum(-(-n_tokens // group.page_tokens) for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class SsmLayout:
+    """Recurrent states: one page per (sequence, recurrent layer), float32, padded to page_bytes."""
+
+    page_bytes: int
+    state_bytes: int
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConvLayout:
+    """Convolution states [n_rows, channels]: n_rows consecutive pages of one float32 row per (sequence, layer)."""
+
+    page_bytes: int
+    row_bytes: int
+    n_rows: int
+    layers: tuple[int, ...]
+    parent: Literal["expert", "ssm"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayout:
+    """Page sizes and contents of the whole pool. Depends on the model file and the KV type only."""
+
+    huge_bytes: int
+    expert: ExpertLayout | None
+    kv: KvLayout | None
+    ssm: SsmLayout | None
+    conv: ConvLayout | None
+    slab_bytes: int
+    """L2 size where a model has neither experts nor SSM states (dense models): equals huge_bytes then; else 0."""
+
+    def page_bytes(self, kind: PageKind) -> int:
+        """Page size of a kind; 0 where the model has none."""
+        part = getattr(self, kind)
+        return 0 if part is None else part.page_bytes

@@ -1,0 +1,401 @@
+"""The operations a backend offers. Forward code calls these and knows nothing else of the device.
+
+Arrays are whatever the backend computes on (NumPy on the CPU, CuPy on CUDA), float32 unless stated, C-contiguous in
+the last axis; the first axis of activations is tokens (T). Verbs write into given outputs and return nothing; none of
+them allocates, so that a step can be captured as a graph. Every backend has the same verbs with the same signatures;
+`ops/reference.py` is the slow NumPy twin of all of them.
+
+Placement never changes a result, and on the CPU neither does the batch: a token's row of every output depends only on
+that token's inputs and the cache, in a fixed order of sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rimuru.arch.spec import Activation as ActivationName
+from rimuru.arch.spec import DeltaNetSpec, Mamba1Spec, Mamba2Spec, MoeSpec
+from rimuru.batch import Batch
+from rimuru.formats.quants import QuantFormat
+from rimuru.memory.specs import ConvLayout, ExpertLayerLayout, KvGroupLayout, SsmLayout
+
+Array = Any
+
+
+@dataclass(slots=True)
+class Weight:
+    """A resident matrix [n_out, n_in] in its file format; y = W x."""
+
+    data: Array  # uint8 [n_out, row_bytes]
+    format: QuantFormat
+    n_out: int
+    n_in: int
+
+    def rows(self, start: int, stop: int) -> Weight:
+        """The matrix of rows start..stop, sharing memory."""
+        return Weight(self.data[start:stop], self.format, stop - start, self.n_in)
+
+
+@dataclass(slots=True)
+class Act:
+    """An activation that matrices will be applied to: float32 values, and what the backend derived from them.
+
+    Whoever fills `f32` through a verb (`rms_norm`, `glu`, `attention`, ...) also fills `quant`, once, for all the
+    matrices that read it.
+    """
+
+    f32: Array  # [T, width]
+    quant: Any  # the backend's own: 8-bit blocks with scales and sums, or scaled halves
+
+    def head(self, n_tokens: int) -> Act:
+        """The first n_tokens rows, sharing memory."""
+        return Act(self.f32[:n_tokens], None if self.quant is None else self.quant.head(n_tokens))
+
+
+@dataclass(slots=True)
+class KvLayer:
+    """One layer's window on the KV pages: what `prepare_qkv` writes and `attention` reads."""
+
+    pool_base: int  # address of the pool
+    page_bytes: int
+    group: KvGroupLayout
+    group_index: int  # row of Batch.kv_pages
+    layer_offset_bytes: int  # of this layer inside a page
+
+
+@dataclass(slots=True)
+class StateLayer:
+    """One recurrent layer's window on the SSM and conv pages; columns index Batch.ssm_pages / conv_pages."""
+
+    pool_base: int
+    ssm: SsmLayout | None
+    ssm_column: int
+    conv: ConvLayout | None
+    conv_column: int
+
+
+@dataclass(slots=True)
+class ExpertTable:
+    """Where the projections of one layer's experts are read from now.
+
+    addresses[e, j] is the address of page j of expert e: a pool page, a loading buffer, or pinned host memory; 0 where
+    the expert cannot be read (it is then not in `active`).
+    """
+
+    layout: ExpertLayerLayout
+    page_bytes: int
+    addresses: Array  # int64 [n_experts, n_pages]
+    biases: dict[str, Array]  # "gate" | "up" | "down" -> [n_experts, n_rows] (gpt-oss), else empty
+
+
+@dataclass(slots=True)
+class Step:
+    """A Batch on the device: the same fields as backend arrays, at fixed addresses where graphs need it."""
+
+    host: Batch
+    token_ids: Array
+    positions: Array
+    seq_of_token: Array
+    query_start: Array
+    context_len: Array
+    kv_pages: Array
+    ssm_pages: Array
+    conv_pages: Array
+    fresh_state: Array
+    logit_rows: Array
+
+
+class Copier(Protocol):
+    """Moves bytes between host memory, the file's staging buffers and the pool. Addresses are integers."""
+
+    def alloc_host(self, n_bytes: int) -> np.ndarray:
+        """uint8 [n_bytes] of host memory that the device can copy from fast (pinned where there is a device)."""
+
+    def copy_in(self, address: int, source: np.ndarray) -> None:
+        """Queue a copy of the bytes of `source` to a pool address. `source` stays untouched until `wait`."""
+
+    def copy_out(self, target: np.ndarray, address: int) -> None:
+        """Queue a copy from a pool address to host memory."""
+
+    def copy_within(self, target: int, source: int, n_bytes: int) -> None:
+        """Queue a copy between pool addresses that do not overlap."""
+
+    def fill(self, address: int, n_bytes: int, value: int) -> None:
+        """Queue filling pool bytes with one value."""
+
+    def record(self) -> Any:
+        """A marker after all queued copies."""
+
+    def done(self, marker: Any) -> bool:
+        """True once everything before the marker has happened."""
+
+    def wait(self, marker: Any | None = None) -> None:
+        """Block until everything queued (or everything before the marker) has happened."""
+
+
+class PoolMemory(Protocol):
+    """The range of addresses that the pool lies in."""
+
+    base: int
+
+    @property
+    def mapped_bytes(self) -> int: ...
+
+    def resize(self, n_bytes: int) -> None:
+        """Map or unmap memory at the end of the range; addresses that stay mapped keep their content."""
+
+    def close(self) -> None: ...
+
+
+class Ops(Protocol):
+    """Verbs of a backend. T = tokens of the step, S = sequences, d = n_embd."""
+
+    name: str
+
+    # ---- memory
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        """Uninitialised array on the device."""
+
+    def upload(self, host: np.ndarray) -> Array:
+        """A device copy of a host array."""
+
+    def download(self, array: Array) -> np.ndarray:
+        """A host copy of a device array; waits for pending work on it."""
+
+    def weight(self, raw: np.ndarray, fmt: QuantFormat, n_in: int) -> Weight:
+        """Upload the raw bytes of a matrix with rows of n_in elements."""
+
+    def act(self, n_tokens: int, width: int) -> Act:
+        """Storage for an activation."""
+
+    def act_bytes(self, n_tokens: int, width: int) -> int:
+        """Bytes that `act` takes; for the ledger."""
+
+    def reserve_pool(self, n_bytes: int, limit_bytes: int) -> PoolMemory:
+        """Memory for the pool, n_bytes now, able to grow to limit_bytes."""
+
+    def stage(self, batch: Batch) -> Step:
+        """Bring a batch to the device."""
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done."""
+
+    # ---- pointwise
+    def embed(self, table: Weight, token_ids: Array, scale: float, out: Array) -> None:
+        """out[t] = scale * dequantised row token_ids[t] of table. out [T, d]."""
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Act) -> None:
+        """out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight. x [T, w], weight [w]."""
+
+    def add_norm(self, x: Array, delta: Array, weight: Array, eps: float, scale: float) -> None:
+        """x += scale * rms_norm(delta; weight) in place: the post-norms of gemma3. x, delta [T, d]."""
+
+    def gated_norm(
+        self, x: Array, gate: Array, weight: Array, eps: float, n_groups: int, gate_first: bool, out: Act
+    ) -> None:
+        """RMS norm over each of n_groups equal parts of a row, with a silu gate.
+
+        gate_first: norm(x * silu(gate)) * weight (Mamba2); else norm(x) * weight * silu(gate) (DeltaNet).
+        x, gate [T, w]; weight [w] or [w / n_groups] (then used for every group).
+        """
+
+    def glu(self, gate: Array | None, up: Array, activation: ActivationName, out: Act) -> None:
+        """out = act(gate) * up, or act(up) where gate is None. gate, up [T, w].
+
+        silu: z sigmoid(z); gelu_tanh; relu2: max(0, z)^2; swiglu_oai: g = min(gate, 7), u = clamp(up, -7, 7),
+        g sigmoid(1.702 g) (u + 1).
+        """
+
+    def multiply(self, a: Array, b: Array, out: Act) -> None:
+        """out = a * b elementwise. a, b [T, w]."""
+
+    def row_gate(self, x: Act, weight: Array, out: Array) -> None:
+        """out[t] = sigmoid(weight . x[t]); weight [w], out [T]."""
+
+    def gather_rows(self, x: Array, rows: Array, out: Array) -> None:
+        """out[i] = x[rows[i]]. x [T, w], rows int32 [R], out [R, w]."""
+
+    def finish_logits(self, logits: Array, scale: float, softcap: float | None) -> None:
+        """logits *= scale; then softcap * tanh(logits / softcap) if given. In place, [R, n_vocab]."""
+
+    # ---- matrices
+    def linear(
+        self,
+        x: Act,
+        weights: Sequence[Weight],
+        outs: Sequence[Array],
+        biases: Sequence[Array | None] | None = None,
+        add: bool = False,
+        scale: float = 1.0,
+        row_scale: Array | None = None,
+    ) -> None:
+        """outs[i] (+)= scale * row_scale[t] * (weights[i] x + biases[i]) for matrices that share their input.
+
+        outs[i] [T, n_out_i]; `add` accumulates into outs; row_scale [T].
+        """
+
+    # ---- attention
+    def prepare_qkv(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        q_norm: Array | None,
+        k_norm: Array | None,
+        norm_kind: str,
+        norm_after_rope: bool,
+        eps: float,
+        rope: Array | None,
+        rope_adjacent: bool,
+        n_head: int,
+        q_stride: int,
+        step: Step,
+        kv: KvLayer,
+    ) -> None:
+        """Norms and rotates q and k in place and writes k and v of every token into the KV pages.
+
+        q [T, n_head * q_stride] (the first key_dim of each stride is the query, the rest an output gate or nothing),
+        k [T, n_head_kv * key_dim], v [T, n_head_kv * value_dim].
+        norm_kind "none" | "head" (weight [key_dim]) | "vector" (weight over all heads of the row).
+        rope [n_positions, n_rot] float32: n_rot/2 cosines, then n_rot/2 sines, for the first n_rot dims of a head;
+        rope_adjacent: pairs (2i, 2i+1), else (i, i + n_rot/2). None = no rotation.
+        """
+
+    def attention(
+        self,
+        q: Array,
+        n_head: int,
+        q_stride: int,
+        gated: bool,
+        step: Step,
+        kv: KvLayer,
+        scale: float,
+        window: int | None,
+        sinks: Array | None,
+        out: Act,
+    ) -> None:
+        """Causal paged attention. Query head h reads KV head h // (n_head / n_head_kv).
+
+        out [T, n_head * value_dim]. A key at p is visible at t iff p <= t and (window is None or t - p < window).
+        sinks [n_head]: extra logit in the softmax's denominator. gated: out *= sigmoid(gate part of q's stride).
+        Slots that were never written must not influence the result (select, never multiply by zero).
+        """
+
+    # ---- experts
+    def route(self, logits: Array, spec: MoeSpec, bias: Array | None, ids: Array, weights: Array) -> None:
+        """Top-k experts and their weights (facts section 3.6); ties go to the lowest id.
+
+        logits [T, n_experts], bias [n_experts] (for the selection only), ids int32 [T, k], weights [T, k].
+        """
+
+    def moe_experts(
+        self, x: Act, ids: Array, table: ExpertTable, active: Array | None, spec: MoeSpec, scratch: MoeScratch
+    ) -> None:
+        """For every (token, slot) whose expert is active: scratch.out[t * k + slot] = expert(x[t]).
+
+        active: bool [n_experts] or None = all. ids may hold an expert twice in a row of tokens.
+        """
+
+    def moe_combine(self, scratch: MoeScratch, weights: Array, out: Array, add: bool, scale: float) -> None:
+        """out[t] (+)= scale * sum over slots, in order, of weights[t, slot] * scratch.out[t * k + slot]. out [T, w]."""
+
+    def moe_scratch(self, max_tokens: int, spec: MoeSpec, n_in: int) -> MoeScratch:
+        """Everything the expert kernels need for up to max_tokens tokens of input width n_in."""
+
+    # ---- recurrent layers (states are read and written in their pages)
+    def conv_update(
+        self, u: Array, weight: Array, bias: Array | None, silu: bool, step: Step, state: StateLayer, out: Array
+    ) -> None:
+        """Causal depthwise convolution with the carried state (facts section 3.7). u, out [T, C]; weight [C, K].
+
+        The state rows hold the last K - 1 inputs, oldest first.
+        """
+
+    def delta_net(
+        self,
+        qkv: Array,
+        beta: Array,
+        alpha: Array,
+        a: Array,
+        dt_bias: Array,
+        spec: DeltaNetSpec,
+        eps: float,
+        step: Step,
+        state: StateLayer,
+        out: Array,
+    ) -> None:
+        """Gated delta rule (facts section 4.3, steps 3 to 5). qkv [T, conv_channels] after conv and silu;
+        beta, alpha [T, Hv] raw projections; a, dt_bias [Hv]; out [T, Hv * head_dim].
+
+        State page: [Hv][d_v][d_k] float32."""
+
+    def mamba2(
+        self,
+        xbc: Array,
+        dt: Array,
+        a: Array,
+        d: Array,
+        dt_bias: Array,
+        spec: Mamba2Spec,
+        step: Step,
+        state: StateLayer,
+        out: Array,
+    ) -> None:
+        """Mamba2 recurrence (facts section 4.4, step 2). xbc [T, inner + 2 G N] after conv and silu; dt [T, n_heads]
+        raw; a, d, dt_bias [n_heads]; out [T, inner]. State page: [heads][head dim][state_size] float32."""
+
+    def mamba1(
+        self,
+        x: Array,
+        dt: Array,
+        b: Array,
+        c: Array,
+        a: Array,
+        d: Array,
+        spec: Mamba1Spec,
+        step: Step,
+        state: StateLayer,
+        out: Array,
+    ) -> None:
+        """Mamba1 recurrence (facts section 4.6). x, dt [T, inner] (dt projected, bias added, before softplus);
+        b, c [T, state_size]; a [inner, state_size]; d [inner]; out [T, inner]. State page: [inner][state_size]."""
+
+    # ---- sampling
+    def sample(self, logits: Array, params: SampleParams, out_ids: Array) -> None:
+        """One token per row of logits [R, n_vocab]; out_ids int32 [R]. Order of the filters: see SampleParams."""
+
+
+@dataclass(slots=True)
+class MoeScratch:
+    """Buffers of the expert kernels; `out` is the verb's result, the rest is the backend's own."""
+
+    out: Array  # [max_tokens * k, n_out]
+    private: Any
+
+
+@dataclass(slots=True)
+class SampleParams:
+    """Per-row sampling parameters as arrays [R], in the order in which they are applied.
+
+    1. logit bias   2. repetition penalty (l > 0: l / p, else l * p; once per distinct id of prompt and output)
+    3. frequency and presence penalties (output tokens)   4. top_k   5. top_p   6. min_p   7. temperature, then a draw.
+    temperature 0 = argmax after steps 1 to 3, lowest id on ties. top_k 0 = off.
+    """
+
+    temperature: np.ndarray  # float32
+    top_k: np.ndarray  # int32
+    top_p: np.ndarray  # float32
+    min_p: np.ndarray  # float32
+    uniform: np.ndarray  # float32 in [0, 1): the draw, made by the host from the request's seed and token index
+    repetition_penalty: np.ndarray  # float32
+    presence_penalty: np.ndarray  # float32
+    frequency_penalty: np.ndarray  # float32
+    history: list[np.ndarray]  # per row: distinct token ids seen in prompt and output, int32
+    output_ids: list[np.ndarray]  # per row: distinct output token ids, int32
+    output_counts: list[np.ndarray]  # per row: their counts, int32
+    bias_ids: list[np.ndarray]  # per row: int32
+    bias_values: list[np.ndarray]  # per row: float32
