@@ -15,6 +15,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,7 @@ def open_gguf(path: str | Path) -> GgufFile:
 
 def read_exactly(fd: int, offset_bytes: int, out: NDArray[np.uint8], what: str) -> None:
     """Fill `out` (uint8, contiguous) from byte offset_bytes of the open file. Raises StoreReadError naming `what`."""
-    view = memoryview(out).cast("B")
+    view = memoryview(out.data).cast("B")
     done = 0
     while done < len(view):
         try:
@@ -74,6 +75,7 @@ def check_formats(tensors: Mapping[str, TensorInfo]) -> None:
         )
 
 
+@final
 class GgufFile:
     """An open model. Reads are thread-safe (positioned reads, no shared file position).
 

@@ -117,7 +117,8 @@ class KeyValues(Mapping[str, object]):
             return TYPE_NAMES[type_id]
         return f"arr[{TYPE_NAMES[value.type_id] if isinstance(value, NumericArray) else 'str'}]"
 
-    @overload
+    # The second argument of a mapping's get is the default; here it is the type, which callers nearly always give.
+    @overload  # type: ignore[override]
     def get(self, key: str, kind: type[T], default: T) -> T: ...
     @overload
     def get(self, key: str, kind: type[T], default: None = None) -> T | None: ...
@@ -137,7 +138,7 @@ class KeyValues(Mapping[str, object]):
 
     def expect(self, key: str, kind: type[T], allowed: Collection[T], default: T | None = None) -> T:
         """Like require (or get with `default`), but UnsupportedModelError unless the value is in `allowed`."""
-        value = self.require(key, kind) if default is None else cast(T, self.get(key, kind, default))
+        value = self.require(key, kind) if default is None else self.get(key, kind, default)
         if value not in allowed:
             choices = ", ".join(repr(choice) for choice in allowed)
             raise UnsupportedModelError(f"{self._path}: key {key} is {value!r}, which is not supported ({choices} are)")
@@ -179,7 +180,7 @@ class KeyValues(Mapping[str, object]):
         # A fresh view each time: nothing holds on to the header longer than its user does.
         found = np.frombuffer(self._header, NUMERIC_DTYPES[array.type_id], array.n_elements, array.offset_bytes)
         if array.type_id == BOOL:
-            return found != 0
+            found = found != 0
         found.flags.writeable = False
         return found
 

@@ -1,7 +1,7 @@
 """Writes small GGUF files: test models, demo models, files with wished-for faults.
 
-    write_gguf(path, [("general.architecture", "str", "llama"), ("a.b", "arr", ("i32", [1, 2]))],
-               [("output_norm.weight", (64,), BY_NAME["f32"], raw_bytes)])
+write_gguf(path, [("general.architecture", "str", "llama"), ("a.b", "arr", ("i32", [1, 2]))],
+           [("output_norm.weight", (64,), BY_NAME["f32"], raw_bytes)])
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,13 +48,13 @@ def write_gguf(
     with open(path, "wb") as file:
         file.write(b"".join(head))
         for _, _, _, raw in rows:
-            _pad(file.write, file.tell(), alignment)
+            _pad(file, alignment)
             file.write(np.ascontiguousarray(raw).tobytes())
-        _pad(file.write, file.tell(), alignment)
+        _pad(file, alignment)
 
 
-def _pad(write: object, position: int, alignment: int) -> None:
-    write(bytes(-position % alignment))  # type: ignore[operator]
+def _pad(file: BinaryIO, alignment: int) -> None:
+    file.write(bytes(-file.tell() % alignment))
 
 
 def _string(text: str | bytes) -> bytes:
