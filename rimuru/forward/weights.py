@@ -1,0 +1,83 @@
+"""The resident (non-expert) tensors: uploaded once, handed to the layers under their GGUF names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rimuru.base.errors import FileFormatError
+from rimuru.formats.gguf import GgufFile
+from rimuru.formats.quants_ref import dequantize
+from rimuru.ops.base import Array, Ops, Weight
+
+Progress = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class TensorReader:
+    """Reads tensors of one file for one backend and counts what they take on the device.
+
+    Nothing is read twice: a matrix asked for again (the tied head) is the same Weight.
+    """
+
+    gguf: GgufFile
+    ops: Ops
+    progress: Progress
+    n_bytes: int = 0
+    _matrices: dict[str, Weight] | None = None
+
+    def has(self, name: str) -> bool:
+        return name in self.gguf.tensors
+
+    def host(self, name: str) -> np.ndarray:
+        """The tensor's raw bytes as rows: uint8 [n_rows, row_bytes], in fresh host memory."""
+        info = self.gguf.tensors.get(name)
+        if info is None:
+            raise FileFormatError(f"{self.gguf.path}: the tensor {name} is missing")
+        raw = np.empty(info.n_bytes, np.uint8)
+        self.gguf.read_into(name, 0, raw)
+        self.progress(info.n_bytes)
+        return raw.reshape(info.n_rows, info.row_bytes)
+
+    def matrix(self, name: str) -> Weight:
+        """The matrix `name` as it lies in the file."""
+        if self._matrices is None:
+            self._matrices = {}
+        if name not in self._matrices:
+            self._matrices[name] = self._upload(name, self.host(name))
+        return self._matrices[name]
+
+    def permuted(self, name: str, row_order: np.ndarray) -> Weight:
+        """The matrix whose row i is row row_order[i] of the tensor: rows are whole blocks, so bytes move unchanged."""
+        return self._upload(name, np.ascontiguousarray(self.host(name)[row_order]))
+
+    def _upload(self, name: str, raw: np.ndarray) -> Weight:
+        info = self.gguf.tensors[name]
+        self.n_bytes += raw.nbytes
+        return self.ops.weight(raw, info.format, info.n_in)
+
+    def host_vector(self, name: str) -> np.ndarray | None:
+        """The tensor as float32 in host memory, in NumPy order (last file axis first); None where absent."""
+        info = self.gguf.tensors.get(name)
+        if info is None:
+            return None
+        values = dequantize(self.host(name), info.format)
+        return np.ascontiguousarray(values.reshape(info.shape[::-1]), np.float32)
+
+    def vector(self, name: str) -> Array | None:
+        """The tensor as a float32 device array, or None where absent: norms, biases, convolutions, sinks."""
+        values = self.host_vector(name)
+        return None if values is None else self.upload(values)
+
+    def upload(self, values: np.ndarray) -> Array:
+        """A device copy of float32 values, charged to the dense weights."""
+        self.n_bytes += values.nbytes
+        return self.ops.upload(values)
+
+    def required_vector(self, name: str) -> Array:
+        values = self.vector(name)
+        if values is None:
+            raise FileFormatError(f"{self.gguf.path}: the tensor {name} is missing")
+        return values

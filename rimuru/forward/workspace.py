@@ -1,0 +1,67 @@
+"""Activation buffers: asked for while the model is built, allocated once, reused by every layer and step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from rimuru.ops.base import Act, Array, MoeScratch, Ops
+from rimuru.arch.spec import MoeSpec
+
+
+class Workspace:
+    """Buffers for up to max_tokens tokens. Names are shared on purpose: layers run one after the other.
+
+    `need_*` while building; `allocate` once; then `array` and `act` hand out views of the first n tokens.
+    """
+
+    def __init__(self, ops: Ops, max_tokens: int) -> None:
+        self.ops = ops
+        self.max_tokens = max_tokens
+        self._widths: dict[str, tuple[int, Any]] = {}
+        self._acts: dict[tuple[str, int], Act] = {}
+        self._act_widths: set[tuple[str, int]] = set()
+        self._flat: dict[str, Array] = {}
+        self._moe_needs: dict[tuple[int, int], MoeSpec] = {}
+        self._moe: dict[tuple[int, int], MoeScratch] = {}
+        self.n_bytes = 0
+
+    def need_array(self, name: str, width: int, dtype: Any = np.float32) -> None:
+        """A buffer [max_tokens, width]; the largest width asked for under a name wins."""
+        old = self._widths.get(name, (0, dtype))
+        self._widths[name] = (max(old[0], width), dtype)
+
+    def need_act(self, name: str, width: int) -> None:
+        self._act_widths.add((name, width))
+
+    def need_moe(self, spec: MoeSpec, n_in: int) -> None:
+        """Expert scratch; layers whose experts have the same widths share one."""
+        self._moe_needs[(spec.width, n_in)] = spec
+
+    def allocate(self) -> None:
+        for name, (width, dtype) in self._widths.items():
+            self._flat[name] = self.ops.empty((self.max_tokens * width,), dtype)
+            self.n_bytes += self.max_tokens * width * np.dtype(dtype).itemsize
+        for name, width in sorted(self._act_widths):
+            self._acts[(name, width)] = self.ops.act(self.max_tokens, width)
+            self.n_bytes += self.ops.act_bytes(self.max_tokens, width)
+        for (width, n_in), spec in self._moe_needs.items():
+            scratch = self.ops.moe_scratch(self.max_tokens, spec, n_in)
+            self._moe[(width, n_in)] = scratch
+            self.n_bytes += math.prod(scratch.out.shape) * 4
+
+    def array(self, name: str, n_tokens: int, width: int) -> Array:
+        """View [n_tokens, width], contiguous."""
+        return self._flat[name][: n_tokens * width].reshape(n_tokens, width)
+
+    def vector(self, name: str, n_tokens: int) -> Array:
+        """View [n_tokens]."""
+        return self._flat[name][:n_tokens]
+
+    def act(self, name: str, n_tokens: int, width: int) -> Act:
+        return self._acts[(name, width)].head(n_tokens)
+
+    def moe(self, spec: MoeSpec, n_in: int) -> MoeScratch:
+        return self._moe[(spec.width, n_in)]

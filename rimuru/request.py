@@ -1,0 +1,180 @@
+"""Requests and what they become: SamplingParams, Sequence, and the answers handed back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from rimuru.base.errors import BadInputError, RimuruError
+
+FinishReason = Literal["stop", "length"]
+State = Literal["waiting", "running", "finished"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen. Filters apply in the order: logit bias, repetition penalty, frequency and presence
+    penalties, top_k, top_p, min_p, temperature (llama.cpp's order: the candidate set does not depend on temperature).
+
+    temperature 0 takes the best token (lowest id on ties). top_k 0, top_p 1 and min_p 0 are off. The repetition
+    penalty counts prompt and output tokens once each, frequency and presence penalties output tokens only.
+    `logprobs` = how many alternatives to report with each token (0 with `want_logprobs` reports the token alone);
+    they are log-softmax values of the model's own logits, before any filter.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    stop: str | Seq[str] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int = 0
+    n: int = 1
+    want_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        _require_int("max_tokens", self.max_tokens, 0)
+        _require_int("top_k", self.top_k, 0)
+        _require_int("logprobs", self.logprobs, 0)
+        _require_int("n", self.n, 1)
+        _require_range("temperature", self.temperature, 0.0, math.inf)
+        _require_range("top_p", self.top_p, 0.0, 1.0)
+        _require_range("min_p", self.min_p, 0.0, 1.0)
+        _require_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _require_range("presence_penalty", self.presence_penalty, -math.inf, math.inf)
+        _require_range("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(s, str) for s in stops):
+            raise BadInputError("stop must be a string or a list of strings")
+        object.__setattr__(self, "stop", tuple(s for s in stops if s))
+        if self.seed is not None and not isinstance(self.seed, (int, np.integer)):
+            raise BadInputError(f"seed must be a whole number, got {self.seed!r}")
+        bias = {} if self.logit_bias is None else dict(self.logit_bias)
+        for token_id, value in bias.items():
+            if not isinstance(token_id, (int, np.integer)) or math.isnan(float(value)):
+                raise BadInputError(f"logit_bias maps token ids to numbers; got {token_id!r}: {value!r}")
+        object.__setattr__(self, "logit_bias", bias)
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _require_int(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
+        raise BadInputError(f"{name} must be a whole number of at least {low}, got {value!r}")
+
+
+def _require_range(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not number or not math.isfinite(float(value)):  # type: ignore[arg-type]
+        raise BadInputError(f"{name} must be a finite number, got {value!r}")
+    if not (low < value if open_low else low <= value) or value > high:  # type: ignore[operator]
+        above = f"above {low:g}" if open_low else f"at least {low:g}"
+        raise BadInputError(f"{name} must be {above}" + (f" and at most {high:g}" if high < math.inf else "") + f", got {value!r}")
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    """Log-probability of a chosen token and of the best alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class Completion:
+    """A finished answer."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    logprobs: list[TokenLogprob] | None = None
+    alternatives: list[Completion] = field(default_factory=list)
+    """The further answers when SamplingParams.n > 1."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of a streamed answer. finish_reason is None until the last piece."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One answer in the making. Its length has three marks: 0 <= n_cached <= n_tokens, n_prompt <= n_tokens.
+
+        tokens:  [ prompt ............. | output ...... ]
+        cached:  [ in the pages ......... ] uncached: what the next steps must run
+    """
+
+    seq_id: int
+    tokens: list[int]
+    n_prompt: int
+    params: SamplingParams
+    rng: np.random.Generator
+    eog_ids: frozenset[int]
+    max_total_tokens: int
+    """Prompt and output together end here at the latest (context length)."""
+    priority: int = 0
+    state: State = "waiting"
+    n_cached: int = 0
+    n_reused: int = 0
+    """Prompt tokens that a prefix hit made unnecessary to run (the first admission counts)."""
+    n_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    error: RimuruError | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    seen: dict[int, int] = field(default_factory=dict)
+    """Token id -> how often it stands in the output; prompt ids count 0. Kept only where penalties need it."""
+
+    def __post_init__(self) -> None:
+        if self.params.has_penalties:
+            self.seen = dict.fromkeys(self.tokens, 0)
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def n_output(self) -> int:
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def n_uncached(self) -> int:
+        return len(self.tokens) - self.n_cached
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[self.n_prompt :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state == "finished"
+
+    def append(self, token_id: int) -> None:
+        """Add a sampled token and settle whether the answer ends with it."""
+        self.tokens.append(token_id)
+        if self.params.has_penalties:
+            self.seen[token_id] = self.seen.get(token_id, 0) + 1
+        if token_id in self.eog_ids and not self.params.ignore_eos:
+            self.finish_reason = "stop"
+        elif self.n_output >= self.params.max_tokens or self.n_tokens >= self.max_total_tokens:
+            self.finish_reason = "length"
