@@ -103,6 +103,15 @@ class KvGroupLayout:
     page_tokens: int
     window: int | None
     element_bytes: int
+    bfloat: bool = False
+    """Two-byte elements are bf16 instead of f16."""
+
+    @property
+    def element(self) -> Literal["f32", "f16", "bf16"]:
+        """Type of the stored elements."""
+        if self.element_bytes == 4:
+            return "f32"
+        return "bf16" if self.bfloat else "f16"
 
     @property
     def layer_bytes(self) -> int:

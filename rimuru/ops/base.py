@@ -178,6 +178,9 @@ class Ops(Protocol):
     def reserve_pool(self, n_bytes: int, limit_bytes: int) -> PoolMemory:
         """Memory for the pool, n_bytes now, able to grow to limit_bytes."""
 
+    def copier(self) -> Copier:
+        """A mover of bytes between host memory and the pool."""
+
     def stage(self, batch: Batch) -> Step:
         """Bring a batch to the device."""
 
