@@ -44,9 +44,16 @@ class EngineConfig:
     cpu_experts: bool = True
 
     def __post_init__(self) -> None:
-        for name, choices in (("device", DeviceName), ("kv_type", KvType), ("policy", PolicyName), ("residency", ResidencyName)):
+        for name, choices in (
+            ("device", DeviceName),
+            ("kv_type", KvType),
+            ("policy", PolicyName),
+            ("residency", ResidencyName),
+        ):
             if getattr(self, name) not in get_args(choices):
-                raise BadInputError(f"{name} must be one of {', '.join(get_args(choices))}; got {getattr(self, name)!r}")
+                raise BadInputError(
+                    f"{name} must be one of {', '.join(get_args(choices))}; got {getattr(self, name)!r}"
+                )
         for name in ("memory", "ram"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, parse_bytes(getattr(self, name)))
@@ -68,5 +75,7 @@ def parse_share(value: int | float | str) -> int | float:
         except ValueError:
             raise BadInputError(f"resident experts must be a number or a share such as 0.5; got {value!r}") from None
     if isinstance(value, bool) or not value >= 0 or (isinstance(value, float) and value > 1):
-        raise BadInputError(f"resident experts must be a number of at least 0 or a share from 0.0 to 1.0; got {value!r}")
+        raise BadInputError(
+            f"resident experts must be a number of at least 0 or a share from 0.0 to 1.0; got {value!r}"
+        )
     return value

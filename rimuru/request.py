@@ -81,7 +81,9 @@ def _require_range(name: str, value: object, low: float, high: float, open_low: 
         raise BadInputError(f"{name} must be a finite number, got {value!r}")
     if not (low < value if open_low else low <= value) or value > high:  # type: ignore[operator]
         above = f"above {low:g}" if open_low else f"at least {low:g}"
-        raise BadInputError(f"{name} must be {above}" + (f" and at most {high:g}" if high < math.inf else "") + f", got {value!r}")
+        raise BadInputError(
+            f"{name} must be {above}" + (f" and at most {high:g}" if high < math.inf else "") + f", got {value!r}"
+        )
 
 
 @dataclass(slots=True)
@@ -121,8 +123,8 @@ class Piece:
 class Sequence:
     """One answer in the making. Its length has three marks: 0 <= n_cached <= n_tokens, n_prompt <= n_tokens.
 
-        tokens:  [ prompt ............. | output ...... ]
-        cached:  [ in the pages ......... ] uncached: what the next steps must run
+    tokens:  [ prompt ............. | output ...... ]
+    cached:  [ in the pages ......... ] uncached: what the next steps must run
     """
 
     seq_id: int

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu_tanh", "relu2", "swiglu_oai"]
+Activation = Literal["silu", "gelu_tanh", "relu2", "swiglu_oai", "identity"]
 Gating = Literal["softmax", "sigmoid", "softmax_selected", "sqrt_softplus"]
 
 

@@ -50,7 +50,7 @@ class Workspace:
         for (width, n_in), spec in self._moe_needs.items():
             scratch = self.ops.moe_scratch(self.max_tokens, spec, n_in)
             self._moe[(width, n_in)] = scratch
-            self.n_bytes += math.prod(scratch.out.shape) * 4
+            self.n_bytes += scratch.n_bytes or math.prod(scratch.out.shape) * 4
 
     def array(self, name: str, n_tokens: int, width: int) -> Array:
         """View [n_tokens, width], contiguous."""

@@ -209,7 +209,7 @@ class Ops(Protocol):
     def glu(self, gate: Array | None, up: Array, activation: ActivationName, out: Act) -> None:
         """out = act(gate) * up, or act(up) where gate is None. gate, up [T, w].
 
-        silu: z sigmoid(z); gelu_tanh; relu2: max(0, z)^2; swiglu_oai: g = min(gate, 7), u = clamp(up, -7, 7),
+        silu: z sigmoid(z); gelu_tanh; relu2: max(0, z)^2; identity: z; swiglu_oai: g = min(gate, 7), u = clamp(up, -7, 7),
         g sigmoid(1.702 g) (u + 1).
         """
 
@@ -378,6 +378,7 @@ class MoeScratch:
 
     out: Array  # [max_tokens * k, n_out]
     private: Any
+    n_bytes: int = 0  # of all buffers together, for the ledger
 
 
 @dataclass(slots=True)

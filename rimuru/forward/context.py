@@ -1,0 +1,85 @@
+"""What every layer of a model shares while it is built and while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from rimuru.arch.spec import ModelConfig, RopeSpec
+from rimuru.formats.gguf import GgufFile
+from rimuru.forward.rope import rope_table
+from rimuru.forward.weights import TensorReader
+from rimuru.forward.workspace import Workspace
+from rimuru.memory.specs import PoolLayout
+from rimuru.ops.base import Array, ExpertTable, KvLayer, Ops, StateLayer
+
+
+@dataclass(slots=True)
+class Wave:
+    """Experts of one layer that can be read now. `active` [n_experts] bool, or None where all that were asked for can."""
+
+    table: ExpertTable
+    active: Array | None
+
+
+class ExpertReader(Protocol):
+    """The only door to experts (experts/store.py)."""
+
+    def waves(self, layer_slot: int, ids: Array) -> Iterator[Wave]:
+        """Make the experts named in ids (int32 [T, k]) readable, in one or more turns. A turn's experts stay
+        readable until the next one is asked for."""
+
+
+@dataclass(slots=True)
+class BuildContext:
+    """Everything a layer's constructor needs. Layers ask the workspace for buffers and keep what they bind here."""
+
+    config: ModelConfig
+    gguf: GgufFile
+    ops: Ops
+    reader: TensorReader
+    workspace: Workspace
+    layout: PoolLayout
+    pool_base: int
+    experts: ExpertReader | None
+    n_positions: int
+    _rope: dict[RopeSpec, Array] = field(default_factory=dict)
+
+    def rope(self, spec: RopeSpec | None) -> Array | None:
+        """The rotation table of a spec; layers with equal specs share it."""
+        if spec is None:
+            return None
+        if spec not in self._rope:
+            factors = None if spec.factors_tensor is None else self.reader.host_vector(spec.factors_tensor)
+            self._rope[spec] = self.reader.upload(rope_table(spec, factors, self.n_positions))
+        return self._rope[spec]
+
+    def kv_layer(self, index: int) -> KvLayer:
+        """The KV window of block `index`."""
+        kv = self.layout.kv
+        assert kv is not None, "an attention layer needs KV pages in the layout"
+        for group_index, group in enumerate(kv.groups):
+            if index in group.layers:
+                offset = group.layers.index(index) * group.layer_bytes
+                return KvLayer(self.pool_base, kv.page_bytes, group, group_index, offset)
+        raise AssertionError(f"block {index} is in no KV group")
+
+    def state_layer(self, index: int) -> StateLayer:
+        """The recurrent-state window of block `index`."""
+        ssm, conv = self.layout.ssm, self.layout.conv
+        return StateLayer(
+            self.pool_base,
+            ssm,
+            ssm.layers.index(index) if ssm is not None and index in ssm.layers else -1,
+            conv,
+            conv.layers.index(index) if conv is not None and index in conv.layers else -1,
+        )
+
+
+def concatenated_rows(sizes: list[int]) -> list[tuple[int, int]]:
+    """(start, stop) of consecutive row ranges with the given sizes."""
+    stops = np.cumsum(sizes)
+    return [(int(stop - size), int(stop)) for size, stop in zip(sizes, stops, strict=True)]
