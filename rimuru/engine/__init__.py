@@ -1,0 +1,1 @@
+"""Scheduling, stepping, sampling: the control plane of one model."""

@@ -1,0 +1,194 @@
+"""Engine: add, abort, step. One thread owns it; others hand requests over through the inbox."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from rimuru.base import env
+from rimuru.base.errors import BadInputError, ContextLengthError
+from rimuru.engine.assemble import assemble
+from rimuru.engine.runner import Runner
+from rimuru.engine.sampler import Sampler
+from rimuru.engine.scheduler import Scheduler
+from rimuru.memory.cache import SequenceCache
+from rimuru.memory.page_pool import PagePool
+from rimuru.memory.specs import PoolLayout
+from rimuru.plan import PlannedTokens, StepPlan
+from rimuru.request import SamplingParams, Sequence
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What a step did: the sequences that got a token, and those that ended (finished or failed)."""
+
+    advanced: list[Sequence]
+    ended: list[Sequence]
+
+
+class Engine:
+    """Steps one model. Everything it needs was wired by engine/build.py."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cache: SequenceCache,
+        pool: PagePool,
+        layout: PoolLayout,
+        runner: Runner,
+        sampler: Sampler,
+        context_length: int,
+        n_vocab: int,
+        eog_ids: frozenset[int],
+        seed: int,
+    ) -> None:
+        self.scheduler, self.cache, self.pool, self.layout = scheduler, cache, pool, layout
+        self.runner, self.sampler = runner, sampler
+        self.context_length, self.n_vocab, self.eog_ids = context_length, n_vocab, eog_ids
+        self.n_steps = 0
+        self._ids = itertools.count()
+        self._seeds = np.random.default_rng(seed)
+        self._aborts: deque[Sequence] = deque()
+
+    # ---- requests
+    def add(self, token_ids: list[int], params: SamplingParams, index: int = 0, priority: int = 0) -> Sequence:
+        """Queue a prompt. `index` tells apart the answers of one request with n > 1.
+
+        Raises BadInputError for an empty prompt or unknown token ids, ContextLengthError where prompt + 1 exceeds
+        the context.
+        """
+        self.check_prompt(token_ids)
+        for token_id in params.logit_bias or ():
+            if not 0 <= token_id < self.n_vocab:
+                raise BadInputError(f"logit_bias names token {token_id}; the vocabulary has {self.n_vocab}")
+        seed = int(self._seeds.integers(1 << 62)) if params.seed is None else int(params.seed)
+        sequence = Sequence(
+            seq_id=next(self._ids),
+            tokens=list(token_ids),
+            n_prompt=len(token_ids),
+            params=params,
+            rng=np.random.Generator(np.random.Philox(key=[seed % (1 << 64), index])),
+            eog_ids=self.eog_ids,
+            max_total_tokens=self.context_length,
+            priority=priority,
+        )
+        if params.max_tokens == 0:
+            sequence.state, sequence.finish_reason = "finished", "length"
+        else:
+            self.scheduler.add(sequence)
+        return sequence
+
+    def check_prompt(self, token_ids: list[int]) -> None:
+        """Raise unless the ids can be run as a prompt that gets at least one token of answer."""
+        if not token_ids:
+            raise BadInputError("the prompt is empty: at least one token is needed")
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self.n_vocab:
+            wrong = low if low < 0 else high
+            raise BadInputError(f"token id {wrong} is outside the vocabulary of {self.n_vocab} tokens")
+        if len(token_ids) + 1 > self.context_length:
+            raise ContextLengthError(
+                f"the prompt has {len(token_ids)} tokens and at least one of answer is needed, but the context holds "
+                f"{self.context_length}; shorten the prompt or raise --ctx"
+            )
+
+    def abort(self, sequence: Sequence) -> None:
+        """Cancel a request; safe from any thread. It ends at the start of the next step."""
+        self._aborts.append(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._aborts)
+
+    # ---- stepping
+    def step(self) -> StepReport:
+        """One step: drop what was cancelled, plan, run, sample, commit."""
+        self._drop_aborted()
+        plan = self.scheduler.schedule()
+        report = StepReport([], self._fail(plan))
+        if plan.items:
+            logits = self.runner.run(assemble(plan.items, self.cache, self.layout))
+            sampling = [item.sequence for item in plan.items if item.samples]
+            token_ids = self.sampler.sample(logits, sampling) if sampling else []
+            self._commit(plan, sampling, token_ids, report)
+            self.n_steps += 1
+        if env.audit_every_step() or not self.scheduler.has_work:
+            self.audit()
+        return report
+
+    def _drop_aborted(self) -> None:
+        while self._aborts:
+            sequence = self._aborts.popleft()
+            if not sequence.is_finished:
+                self.scheduler.remove(sequence)
+
+    def _fail(self, plan: StepPlan) -> list[Sequence]:
+        for sequence in plan.failed:
+            sequence.state = "finished"
+        return list(plan.failed)
+
+    def _commit(self, plan: StepPlan, sampling: list[Sequence], token_ids: np.ndarray, report: StepReport) -> None:
+        """Move the marks of the sequences that ran, append the sampled tokens, let the finished go."""
+        for item in plan.items:
+            begin = item.sequence.n_cached
+            self.cache.commit(item.sequence.seq_id, item.sequence.tokens[begin : begin + item.n_tokens])
+            item.sequence.n_cached += item.n_tokens
+        for sequence, token_id in zip(sampling, token_ids, strict=True):
+            sequence.append(int(token_id))
+            report.advanced.append(sequence)
+            if sequence.finish_reason is not None:
+                self.finish(sequence)
+                report.ended.append(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """End a sequence now: its pages go back, its full blocks stay findable."""
+        if not sequence.is_finished:
+            self.scheduler.remove(sequence)
+
+    # ---- scoring
+    def score(self, token_ids: list[int], chunk: int) -> Iterator[np.ndarray]:
+        """Logits after each of token_ids, as float32 [r, n_vocab] arrays in order; the prompt is run in pieces of
+        `chunk` tokens, without prefix reuse. The engine must be idle."""
+        if self.scheduler.has_work:
+            raise BadInputError("logits cannot be scored while requests run")
+        sequence = Sequence(
+            next(self._ids), list(token_ids), len(token_ids), SamplingParams(), np.random.default_rng(0), frozenset(), 0
+        )
+        chunk = min(chunk, self.scheduler.max_step_tokens)
+        self.cache.open(sequence.seq_id, [])
+        try:
+            while sequence.n_uncached:
+                n_tokens = min(chunk, sequence.n_uncached)
+                self._reserve_for_score(sequence, n_tokens)
+                batch = assemble([PlannedTokens(sequence, n_tokens, True)], self.cache, self.layout, all_logits=True)
+                yield from self.runner.run_scored(batch)
+                begin = sequence.n_cached
+                self.cache.commit(sequence.seq_id, sequence.tokens[begin : begin + n_tokens])
+                sequence.n_cached += n_tokens
+        finally:
+            self.cache.release(sequence.seq_id, keep_prefix=False)
+
+    def _reserve_for_score(self, sequence: Sequence, n_tokens: int) -> None:
+        while not self.cache.extend(sequence.seq_id, n_tokens):
+            if not self.scheduler.room.make(sequence.seq_id, n_tokens):
+                raise ContextLengthError(
+                    f"the pool cannot hold {sequence.n_cached + n_tokens} tokens; give more --memory or a shorter text"
+                )
+
+    def audit(self) -> None:
+        """Check every structure's invariants; raises AuditError with the numbers."""
+        self.pool.audit()
+        self.cache.audit()
+
+    def run_until(self, sequences: list[Sequence], timeout_s: float | None = None) -> None:
+        """Step until all of the given sequences have ended."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not all(s.is_finished for s in sequences):
+            self.step()
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError("the sequences did not end in time")

@@ -1,0 +1,33 @@
+"""Runs a batch through the model. The CPU's runner; the CUDA one replays graphs behind the same two calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from rimuru.batch import Batch
+from rimuru.forward.model import Model
+from rimuru.ops.base import Array, Ops
+
+
+class Runner:
+    """`run` gives the logits that are sampled from; `run_scored` those of every token, in groups of rows."""
+
+    def __init__(self, model: Model, ops: Ops) -> None:
+        self.model, self.ops = model, ops
+
+    def run(self, batch: Batch) -> Array:
+        """float32 [R, n_vocab] for Batch.logit_rows, R at most the model's max_logit_rows."""
+        step = self.ops.stage(batch)
+        self.model.hidden(step)
+        return self.model.logits(step, step.logit_rows, len(batch.logit_rows)) if len(batch.logit_rows) else None
+
+    def run_scored(self, batch: Batch) -> Iterator[np.ndarray]:
+        """float32 [r, n_vocab] host arrays that together hold the logits of Batch.logit_rows, in order."""
+        step = self.ops.stage(batch)
+        self.model.hidden(step)
+        n_rows, most = len(batch.logit_rows), self.model.max_logit_rows
+        for start in range(0, n_rows, most):
+            stop = min(start + most, n_rows)
+            yield self.ops.download(self.model.logits(step, step.logit_rows[start:stop], stop - start)).copy()

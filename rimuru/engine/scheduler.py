@@ -1,0 +1,154 @@
+"""Which sequences run in the next step, and how many of their tokens.
+
+Continuous batching under a token budget: running sequences first in arrival order (decoding ones are one token each,
+so they never starve behind a prompt), then waiting ones are admitted while budget, places and pages last. A sequence
+that cannot get its pages makes the youngest one give way (preemption by recompute); the oldest always advances.
+
+Knows memory only through SequenceCache and `Room`; runs without weights.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from rimuru.base.errors import NotEnoughMemoryError
+from rimuru.plan import PlannedTokens, StepPlan
+from rimuru.request import Sequence
+
+
+class SequencePages(Protocol):
+    """What the scheduler asks of memory/cache.py."""
+
+    def open(self, seq_id: int, token_ids: list[int]) -> int: ...
+    def can_extend(self, seq_id: int, n_tokens: int) -> bool: ...
+    def extend(self, seq_id: int, n_tokens: int) -> bool: ...
+    def can_ever_hold(self, n_tokens: int) -> bool: ...
+    def release(self, seq_id: int, keep_prefix: bool = True) -> None: ...
+
+
+class Room(Protocol):
+    """Makes pages free by giving up something cheaper than a running request: experts."""
+
+    def make(self, seq_id: int, n_tokens: int) -> bool:
+        """Free what `extend(seq_id, n_tokens)` needs; False if nothing can be given up."""
+
+
+class NoRoom:
+    """For engines whose pool holds nothing that could be given up."""
+
+    def make(self, seq_id: int, n_tokens: int) -> bool:
+        return False
+
+
+class Scheduler:
+    """Holds the waiting and the running sequences. `schedule` plans a step; `finish` takes a sequence out."""
+
+    def __init__(self, cache: SequencePages, room: Room, max_step_tokens: int, max_sequences: int) -> None:
+        self.cache, self.room = cache, room
+        self.max_step_tokens, self.max_sequences = max_step_tokens, max_sequences
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.n_preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence behind those of its priority and above."""
+        position = len(self.waiting)
+        while position and self.waiting[position - 1].priority < sequence.priority:
+            position -= 1
+        self.waiting.insert(position, sequence)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def schedule(self) -> StepPlan:
+        """The next step. Pages for every planned token are reserved when this returns."""
+        plan = StepPlan()
+        budget = self._continue_running(plan)
+        if not plan.preempted:
+            self._admit(plan, budget)
+        return plan
+
+    def _continue_running(self, plan: StepPlan) -> int:
+        """Plan the running sequences in order of admission; returns the budget that is left.
+
+        A place in the budget is kept for every decoding sequence before prompts get the rest. Going in order means
+        that whoever has to give way has not been planned yet.
+        """
+        decoding = sum(1 for s in self.running if s.n_uncached == 1)
+        prompt_budget = max(0, self.max_step_tokens - decoding)
+        used = 0
+        for sequence in list(self.running):
+            if sequence.state != "running":  # gave way to an older one a moment ago
+                continue
+            n_tokens = 1 if sequence.n_uncached == 1 else min(sequence.n_uncached, prompt_budget)
+            if n_tokens and self._reserve(sequence, n_tokens, plan):
+                plan.items.append(PlannedTokens(sequence, n_tokens, n_tokens == sequence.n_uncached))
+                used += n_tokens
+                prompt_budget -= n_tokens if sequence.n_uncached > 1 else 0
+        return self.max_step_tokens - used
+
+    def _reserve(self, sequence: Sequence, n_tokens: int, plan: StepPlan) -> bool:
+        """Pages for n_tokens more tokens, taken from experts or from the youngest running sequence if need be."""
+        while not self.cache.extend(sequence.seq_id, n_tokens):
+            if self.room.make(sequence.seq_id, n_tokens):
+                continue
+            victim = self.running[-1]
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Back to the head of the queue; its full blocks stay findable until their pages are wanted."""
+        self.cache.release(sequence.seq_id)
+        self.running.remove(sequence)
+        sequence.n_cached = 0
+        sequence.state = "waiting"
+        sequence.n_preemptions += 1
+        self.n_preemptions += 1
+        self.waiting.appendleft(sequence)
+        plan.preempted.append(sequence)
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        """Start waiting sequences in order; the first one that does not fit waits, and so do those behind it."""
+        while self.waiting and budget > 0 and len(self.running) < self.max_sequences:
+            sequence = self.waiting[0]
+            if not self.cache.can_ever_hold(sequence.n_tokens + 1):
+                self.waiting.popleft()
+                sequence.error = NotEnoughMemoryError(
+                    f"a request of {sequence.n_tokens} tokens needs more pages than the pool has; "
+                    "give more --memory or shorten it"
+                )
+                plan.failed.append(sequence)
+                continue
+            n_reused = self.cache.open(sequence.seq_id, sequence.tokens)
+            n_tokens = min(sequence.n_tokens - n_reused, budget)
+            if not self._fits_whole(sequence, n_reused) or not self.cache.extend(sequence.seq_id, n_tokens):
+                self.cache.release(sequence.seq_id)
+                return
+            self.waiting.popleft()
+            sequence.n_cached = n_reused
+            if sequence.n_preemptions == 0:
+                sequence.n_reused = n_reused
+            sequence.state = "running"
+            self.running.append(sequence)
+            plan.items.append(PlannedTokens(sequence, n_tokens, n_tokens == sequence.n_uncached))
+            budget -= n_tokens
+
+    def _fits_whole(self, sequence: Sequence, n_reused: int) -> bool:
+        """Whether pages for all known tokens and the next can be had now, so that a prompt is not begun in vain."""
+        wanted = sequence.n_tokens - n_reused + 1
+        if self.cache.can_extend(sequence.seq_id, wanted):
+            return True
+        return self.room.make(sequence.seq_id, wanted) and self.cache.can_extend(sequence.seq_id, wanted)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a finished, failed or cancelled sequence out, wherever it is; its pages go back exactly once."""
+        if sequence.state == "running":
+            self.running.remove(sequence)
+            self.cache.release(sequence.seq_id)
+        elif sequence.state == "waiting" and sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.state = "finished"
