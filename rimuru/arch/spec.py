@@ -1,6 +1,7 @@
 """What a model consists of, as frozen data. Every architecture module fills these and nothing else.
 
-Widths and counts are in elements. Layers are numbered as in the file (`blk.N.`).
+Widths and counts are in elements. Layers are numbered as in the file (`blk.N.`). A spec also says which of the
+alternative tensors the file has (biases, fused matrices), so the list of tensors follows from it (arch/tensors.py).
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ class AttentionSpec:
     sinks: bool = False
     output_gate: bool = False
     """attn_q yields per head key_dim query values, then key_dim gate values (sigmoid, times the output)."""
+    fused_qkv: bool = False
+    """attn_qkv.weight holds all rows of q, then k, then v."""
+    qkv_bias: Literal["none", "split", "fused"] = "none"
+    """split: attn_q.bias, attn_k.bias, attn_v.bias (also beside a fused weight); fused: attn_qkv.bias."""
+    output_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,29 @@ class MlaSpec:
     value_dim: int
     rope: RopeSpec
     scale: float
+    fused_kv_b: bool = False
+    """Older files: attn_kv_b (per head nope_dim key rows, then value_dim value rows), not attn_k_b and attn_v_b."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedAttentionSpec:
+    """DeepSeek-V4: one vector a token is key and value of all heads; a window of them, and compressed older blocks.
+
+    compress_ratio: tokens of a block (0 = window only). Ratio 4 has an indexer that picks index_top_k blocks.
+    """
+
+    n_head: int
+    head_dim: int
+    q_lora_rank: int
+    n_output_groups: int
+    output_lora_rank: int
+    window: int
+    compress_ratio: int
+    rope: RopeSpec
+    scale: float
+    n_index_heads: int
+    index_dim: int
+    index_top_k: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +109,10 @@ class DeltaNetSpec:
     conv_kernel: int
     head_order: Literal["grouped", "tiled"]
     """Key head of value head h: h // (Hv/Hk) when grouped, h % Hk when tiled."""
+    fused_in: bool = False
+    """Older files: ssm_in (per key head q, k, v, z) instead of attn_qkv and attn_gate."""
+    fused_ba: bool = False
+    """ssm_ba (per key head beta rows, then alpha rows) instead of ssm_beta and ssm_alpha."""
 
     @property
     def conv_channels(self) -> int:
@@ -127,7 +160,7 @@ class ShortConvSpec:
         return self.width
 
 
-Mixer = AttentionSpec | MlaSpec | DeltaNetSpec | Mamba1Spec | Mamba2Spec | ShortConvSpec
+Mixer = AttentionSpec | MlaSpec | CompressedAttentionSpec | DeltaNetSpec | Mamba1Spec | Mamba2Spec | ShortConvSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +172,7 @@ class DenseFfnSpec:
     gated: bool = True
     fused_gate_up: bool = False
     """`ffn_up` holds the gate rows, then the up rows (phi3)."""
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +200,16 @@ class MoeSpec:
     latent_size: int | None = None
     """Experts work on ffn_latent_down(x) of this width, and ffn_latent_up brings their sum back (nemotron)."""
     shared: SharedExpertSpec | None = None
+    selection_bias: bool = False
+    """exp_probs_b.bias is added to the scores for the selection only."""
+    expert_bias: bool = False
+    """ffn_gate_inp, ffn_gate_exps, ffn_up_exps and ffn_down_exps have a bias (gpt-oss)."""
+    fused_gate_up: bool = False
+    """ffn_gate_up_exps holds per expert the gate rows, then the up rows."""
+    hash_routed: bool = False
+    """The expert ids come from ffn_gate_tid2eid[token] (deepseek4's first layers)."""
+    activation_limit: float | None = None
+    """Limit of swiglu_clamp."""
 
 
 Ffn = DenseFfnSpec | MoeSpec
@@ -189,7 +233,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A whole model. `layers` are the trunk only; multi-token-prediction blocks are counted, not described."""
+    """A whole model. `layers` are the trunk only; multi-token-prediction blocks are counted, not described.
+
+    n_vocab is the number of rows of token_embd.weight. context_length is the file's, whatever is configured.
+    """
 
     architecture: str
     name: str
@@ -205,6 +252,13 @@ class ModelConfig:
     """Logits are multiplied by this (granite's divisor is inverted by its module)."""
     final_softcap: float | None = None
     output_norm: str = "output_norm.weight"
+    tied_head: bool = False
+    """No output.weight: the head is token_embd.weight."""
+    output_bias: bool = False
+    n_streams: int = 1
+    """Residual streams (deepseek4's hyper-connections)."""
+    ignored_tensors: frozenset[str] = frozenset()
+    """Tensors that such files may hold and that logits do not depend on."""
 
     @property
     def moe_layers(self) -> tuple[LayerSpec, ...]:
