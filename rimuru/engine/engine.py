@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from rimuru.memory.cache import SequenceCache
+from rimuru.memory.page_pool import PagePool
 
 from rimuru.base import env
 from rimuru.base.errors import BadInputError, ContextLengthError
@@ -16,8 +18,6 @@ from rimuru.engine.assemble import assemble
 from rimuru.engine.runner import Runner
 from rimuru.engine.sampler import Sampler
 from rimuru.engine.scheduler import Scheduler
-from rimuru.memory.cache import SequenceCache
-from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import PoolLayout
 from rimuru.plan import PlannedTokens, StepPlan
 from rimuru.request import SamplingParams, Sequence

@@ -1,0 +1,262 @@
+"""LLM: the scripting interface. One model, loaded once; `generate`, `stream`, `chat`, `logits`."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rimuru.base.errors import BadInputError, RimuruError
+from rimuru.base.units import parse_bytes
+from rimuru.config import EngineConfig
+from rimuru.engine.build import LoadedModel, load_model
+from rimuru.engine.output import TextOutput
+from rimuru.request import Completion, Piece, SamplingParams, Sequence
+from rimuru.text.chat_template import render_chat
+
+Prompt = str | Seq[int]
+
+
+class LLM:
+    """A loaded model. Use it as a context manager, or call `close`.
+
+        with LLM("model.gguf", memory="8GiB") as llm:
+            print(llm.generate("Once upon a time").text)
+
+    `model` is a GGUF (any part of a split set, or its folder) or a `.rimuru` folder. The keywords are those of
+    EngineConfig. All methods may be called from several threads: requests that are in flight at the same time are
+    batched, and each gets exactly what it gets alone.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str = "auto",
+        memory: int | str | None = None,
+        ram: int | str | None = None,
+        threads: int | None = None,
+        context: int | None = None,
+        kv_type: str = "auto",
+        policy: str = "auto",
+        residency: str = "auto",
+        resident_experts: int | float | str | None = None,
+        deterministic: bool = False,
+        seed: int = 0,
+        progress: Callable[[str, int, int], None] | None = None,
+        **more: Any,
+    ) -> None:
+        """`progress(stage, done, total)` is called while loading, in bytes. Raises RimuruError with one line that
+        says what is wrong: a bad file, an unsupported model, too little memory."""
+        known = {field.name for field in dataclasses.fields(EngineConfig)}
+        unknown = sorted(set(more) - known)
+        if unknown:
+            raise TypeError(
+                f"LLM() got unexpected keyword(s) {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+            )
+        config = EngineConfig(
+            device=device,  # type: ignore[arg-type]
+            memory=memory,
+            ram=ram,
+            threads=threads,
+            context=context,
+            kv_type=kv_type,  # type: ignore[arg-type]
+            policy=policy,  # type: ignore[arg-type]
+            residency=residency,  # type: ignore[arg-type]
+            resident_experts=resident_experts,
+            deterministic=deterministic,
+            seed=seed,
+            **more,
+        )
+        self._loaded: LoadedModel | None = load_model(Path(model), config, progress)
+        self._lock = threading.Lock()
+        self._outputs: dict[int, TextOutput] = {}
+
+    # ---- the model
+    @property
+    def loaded(self) -> LoadedModel:
+        """The wired parts (configuration, engine, tokenizer); for tools."""
+        if self._loaded is None:
+            raise RimuruError("this LLM is closed")
+        return self._loaded
+
+    @property
+    def tokenizer(self) -> Any:
+        """The file's Tokenizer, or None where it has none."""
+        return self.loaded.tokenizer
+
+    @property
+    def context_length(self) -> int:
+        return self.loaded.engine.context_length
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a raw prompt, with BOS as the file says."""
+        return self._need_tokenizer().encode_prompt(text)
+
+    def detokenize(self, ids: Seq[int]) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        return self._need_tokenizer().decode(list(ids))
+
+    def _need_tokenizer(self) -> Any:
+        if self.loaded.tokenizer is None:
+            raise BadInputError("this file has no tokenizer: use token ids instead of text")
+        return self.loaded.tokenizer
+
+    # ---- answers
+    def generate(self, prompts: Prompt | Seq[Prompt], params: SamplingParams | None = None) -> list[Completion]:
+        """Answers to one prompt or to several, in order; several decode together.
+
+        A prompt is text or a list of token ids. With params.n > 1 the further answers are in `.alternatives`.
+        """
+        batch = self._as_batch(prompts)
+        params = params or SamplingParams()
+        outputs = [self._start(ids, params) for ids in batch]
+        try:
+            self._run_until([o for answers in outputs for o in answers])
+            return [self._collect(answers) for answers in outputs]
+        finally:
+            self._forget([o for answers in outputs for o in answers])
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """The answer as it comes. Leaving the loop early cancels the request."""
+        ids = self._as_ids(prompt)
+        yield from self._stream(ids, params or SamplingParams())
+
+    def chat(
+        self,
+        messages: Seq[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        tools: Seq[Mapping[str, Any]] | None = None,
+    ) -> Completion:
+        """The answer to a conversation, through the file's chat template."""
+        return self.generate([self.chat_ids(messages, tools)], params)[0]
+
+    def chat_ids(
+        self, messages: Seq[Mapping[str, Any]], tools: Seq[Mapping[str, Any]] | None = None, **variables: Any
+    ) -> list[int]:
+        """Token ids of a conversation that is to be answered. Control tokens in message texts are plain text."""
+        return render_chat(self._need_tokenizer(), list(messages), tools=tools, **variables)
+
+    def stream_chat(self, messages: Seq[Mapping[str, Any]], params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Like `stream`, for a conversation."""
+        yield from self._stream(self.chat_ids(messages), params or SamplingParams())
+
+    def logits(self, token_ids: Seq[int], chunk: int | None = None) -> np.ndarray:
+        """float32 [n, n_vocab]: next-token logits after each of the n tokens, which start at position 0.
+
+        `chunk` = tokens per forward pass (default: as many as fit); it does not change the result on the CPU.
+        """
+        ids = self._as_ids(token_ids)
+        if chunk is not None and chunk < 1:
+            raise BadInputError(f"chunk must be at least 1, got {chunk}")
+        if len(ids) > self.context_length:
+            raise BadInputError(f"{len(ids)} tokens do not fit in the context of {self.context_length}")
+        self._check_ids(ids)
+        with self._lock:
+            return np.concatenate(list(self.loaded.engine.score(ids, chunk or len(ids))))
+
+    # ---- memory
+    def memory(self) -> dict[str, Any]:
+        """The pool as numbers (keys: design of `/v1/memory`)."""
+        with self._lock:
+            return self.loaded.memory_report()
+
+    def resize(self, memory: int | str) -> None:
+        """Change the memory budget while requests run."""
+        with self._lock:
+            self.loaded.resize(parse_bytes(memory))
+
+    def close(self) -> None:
+        """Give everything back. Further calls raise."""
+        with self._lock:
+            if self._loaded is not None:
+                self._loaded.close()
+                self._loaded = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- inside
+    def _as_batch(self, prompts: Any) -> list[list[int]]:
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, np.integer))):
+            return [self._as_ids(prompts)]
+        return [self._as_ids(prompt) for prompt in prompts]
+
+    def _as_ids(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenize(prompt)
+        if not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in prompt):
+            raise BadInputError("a prompt is a string or a list of token ids")
+        return [int(i) for i in prompt]
+
+    def _check_ids(self, ids: list[int]) -> None:
+        n_vocab = self.loaded.engine.n_vocab
+        if not ids:
+            raise BadInputError("no tokens were given")
+        if min(ids) < 0 or max(ids) >= n_vocab:
+            raise BadInputError(f"token ids must lie in 0..{n_vocab - 1}")
+
+    def _start(self, ids: list[int], params: SamplingParams) -> list[TextOutput]:
+        with self._lock:
+            engine, tokenizer = self.loaded.engine, self.loaded.tokenizer
+            answers = [TextOutput(engine.add(ids, params, index), tokenizer) for index in range(params.n)]
+            for output in answers:
+                self._outputs[output.sequence.seq_id] = output
+            return answers
+
+    def _step(self) -> None:
+        """One step of the engine, and the new tokens' text. The lock is held, so any waiting thread may do it."""
+        engine = self.loaded.engine
+        report = engine.step()
+        for sequence in report.advanced:
+            output = self._outputs.get(sequence.seq_id)
+            if output is not None and output.advance():
+                engine.finish(sequence)
+
+    def _run_until(self, outputs: list[TextOutput]) -> None:
+        while not all(output.sequence.is_finished for output in outputs):
+            with self._lock:
+                if not all(output.sequence.is_finished for output in outputs):
+                    self._step()
+
+    def _collect(self, answers: list[TextOutput]) -> Completion:
+        completions = [output.completion() for output in answers]
+        completions[0].alternatives = completions[1:]
+        return completions[0]
+
+    def _forget(self, outputs: list[TextOutput]) -> None:
+        with self._lock:
+            for output in outputs:
+                self._outputs.pop(output.sequence.seq_id, None)
+                if not output.sequence.is_finished and self._loaded is not None:
+                    self._cancel(output.sequence)
+
+    def _cancel(self, sequence: Sequence) -> None:
+        self.loaded.engine.scheduler.remove(sequence)
+
+    def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[Piece]:
+        if params.n != 1:
+            raise BadInputError("stream gives one answer: n must be 1")
+        (output,) = self._start(ids, params)
+        try:
+            while True:
+                with self._lock:
+                    if not output.sequence.is_finished:
+                        self._step()
+                    piece = output.take_piece()
+                if output.sequence.error is not None:
+                    raise output.sequence.error
+                if piece is not None:
+                    yield piece
+                if output.sequence.is_finished:
+                    return
+        finally:
+            self._forget([output])
