@@ -388,6 +388,9 @@ class SampleParams:
     1. logit bias   2. repetition penalty (l > 0: l / p, else l * p; once per distinct id of prompt and output)
     3. frequency and presence penalties (output tokens)   4. top_k   5. top_p   6. min_p   7. temperature, then a draw.
     temperature 0 = argmax after steps 1 to 3, lowest id on ties. top_k 0 = off.
+    top_p keeps a token when the likelier ones (of those kept by top_k, equal logits by id) sum to less than top_p;
+    min_p when its probability is at least min_p times the best. The best token is always kept. The draw walks the kept
+    tokens by ascending id to the first whose cumulative share exceeds `uniform`.
     """
 
     temperature: np.ndarray  # float32

@@ -1,12 +1,16 @@
-"""Bytes of host memory by address, and the stored number types. Shared by the reference and the CPU backend."""
+"""Host memory: bytes by address, the stored number types, the pool's range and the copier of host backends."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 
 import numpy as np
 
-from rimuru.base.errors import AuditError
+from rimuru.base.errors import AuditError, NotEnoughMemoryError
+from rimuru.base.units import MIB, align_up, human_bytes
+
+_HUGE_PAGE_BYTES = 2 * MIB
 
 
 def bytes_at(address: int, n_bytes: int) -> np.ndarray:
@@ -39,3 +43,104 @@ def encode(values: np.ndarray, element: str) -> np.ndarray:
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+class HostPool:
+    """The pool's memory in RAM: a reserved range whose pages become real when they are first touched.
+
+        base                      base + mapped_bytes            base + limit_bytes
+        | mapped: content is kept | given back to the system     |
+
+    Growing and shrinking move no address. `limit_bytes` cost address space only.
+    """
+
+    def __init__(self, n_bytes: int, limit_bytes: int) -> None:
+        self.limit_bytes = max(n_bytes, limit_bytes)
+        reserved = align_up(max(self.limit_bytes, 1), mmap.PAGESIZE) + _HUGE_PAGE_BYTES
+        if hasattr(mmap, "MAP_ANONYMOUS"):
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+            self._range = mmap.mmap(-1, reserved, flags=flags)
+        else:
+            self._range = mmap.mmap(-1, reserved)
+        self._bytes: np.ndarray | None = np.frombuffer(self._range, np.uint8)
+        start = int(self._bytes.ctypes.data)
+        self.base = align_up(start, _HUGE_PAGE_BYTES)
+        self._skip_bytes = self.base - start
+        self._mapped_bytes = n_bytes
+        self._advise("MADV_HUGEPAGE", 0, self.limit_bytes)
+
+    @property
+    def mapped_bytes(self) -> int:
+        return self._mapped_bytes
+
+    def resize(self, n_bytes: int) -> None:
+        """Change the mapped length; what is cut off goes back to the system and reads as zero if mapped again."""
+        if n_bytes > self.limit_bytes:
+            raise NotEnoughMemoryError(
+                f"the pool was reserved for {human_bytes(self.limit_bytes)} and cannot grow to {human_bytes(n_bytes)};"
+                " restart with a larger --memory"
+            )
+        if n_bytes < self._mapped_bytes:
+            self._advise("MADV_DONTNEED", n_bytes, self._mapped_bytes)
+        self._mapped_bytes = n_bytes
+
+    def _advise(self, advice: str, start: int, stop: int) -> None:
+        """madvise on the whole system pages inside [start, stop) of the pool, where the platform knows the advice."""
+        code = getattr(mmap, advice, None)
+        first = align_up(self._skip_bytes + start, mmap.PAGESIZE)
+        n_bytes = align_up(self._skip_bytes + stop, mmap.PAGESIZE) - first
+        if code is None or n_bytes <= 0:
+            return
+        try:
+            self._range.madvise(code, first, n_bytes)
+        except OSError:
+            return  # an advice that the kernel does not take costs speed or memory, never correctness
+
+    def close(self) -> None:
+        """Give the memory back. Views of it must be gone; where some are not, it goes with the last of them."""
+        self._bytes = None
+        try:
+            self._range.close()
+        except BufferError:
+            self._advise("MADV_DONTNEED", 0, self._mapped_bytes)
+        self._mapped_bytes = 0
+
+
+class HostCopier:
+    """The Copier of host backends: every copy has happened when the call returns; a marker counts the copies."""
+
+    def __init__(self) -> None:
+        self._n_copies = 0
+
+    def alloc_host(self, n_bytes: int) -> np.ndarray:
+        """uint8 [n_bytes], aligned to a system page so that files can be read into it directly."""
+        if n_bytes == 0:
+            return np.empty(0, np.uint8)
+        return np.frombuffer(mmap.mmap(-1, n_bytes), np.uint8)
+
+    def copy_in(self, address: int, source: np.ndarray) -> None:
+        flat = source.reshape(-1).view(np.uint8)
+        bytes_at(address, flat.size)[:] = flat
+        self._n_copies += 1
+
+    def copy_out(self, target: np.ndarray, address: int) -> None:
+        flat = target.reshape(-1).view(np.uint8)
+        flat[:] = bytes_at(address, flat.size)
+        self._n_copies += 1
+
+    def copy_within(self, target: int, source: int, n_bytes: int) -> None:
+        bytes_at(target, n_bytes)[:] = bytes_at(source, n_bytes)
+        self._n_copies += 1
+
+    def fill(self, address: int, n_bytes: int, value: int) -> None:
+        bytes_at(address, n_bytes)[:] = value
+        self._n_copies += 1
+
+    def record(self) -> int:
+        return self._n_copies
+
+    def done(self, marker: int) -> bool:
+        return marker <= self._n_copies
+
+    def wait(self, marker: int | None = None) -> None:
+        """Nothing is ever pending."""

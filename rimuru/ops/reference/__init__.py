@@ -1,0 +1,94 @@
+"""ReferenceOps: the NumPy twin of every verb, slow and obvious, on host memory.
+
+Inside a verb everything is float64; `dtype` is what float32 arrays of this backend really are. With float64 the result
+is the truth that kernels are compared with. Stored things (KV elements, states) keep their own types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rimuru.arch.spec import MoeSpec
+from rimuru.batch import Batch
+from rimuru.formats.quants import QuantFormat
+from rimuru.ops.base import Act, Array, MoeScratch, Step, Weight
+from rimuru.ops.host import HostCopier, HostPool
+from rimuru.ops.reference import attention, matmul, moe, pointwise, recurrent, sampling
+
+
+class ReferenceOps:
+    """All verbs of `Ops` in NumPy. Activations carry no `quant`: matrices read the float values."""
+
+    name = "reference"
+
+    def __init__(self, dtype: Any = np.float32) -> None:
+        self.dtype = np.dtype(dtype)
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        return np.zeros(tuple(shape), self.dtype if np.dtype(dtype) == np.float32 else dtype)
+
+    def upload(self, host: np.ndarray) -> Array:
+        return np.array(host, self.dtype if host.dtype == np.float32 else host.dtype, order="C")
+
+    def download(self, array: Array) -> np.ndarray:
+        return np.array(array)
+
+    def weight(self, raw: np.ndarray, fmt: QuantFormat, n_in: int) -> Weight:
+        return Weight(np.ascontiguousarray(raw).reshape(-1, fmt.row_bytes(n_in)), fmt, raw.size // fmt.row_bytes(n_in), n_in)
+
+    def act(self, n_tokens: int, width: int) -> Act:
+        return Act(self.empty((n_tokens, width), np.float32), None)
+
+    def act_bytes(self, n_tokens: int, width: int) -> int:
+        return n_tokens * width * self.dtype.itemsize
+
+    def reserve_pool(self, n_bytes: int, limit_bytes: int) -> HostPool:
+        return HostPool(n_bytes, limit_bytes)
+
+    def copier(self) -> HostCopier:
+        return HostCopier()
+
+    def stage(self, batch: Batch) -> Step:
+        return Step(
+            host=batch,
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            seq_of_token=batch.seq_of_token,
+            query_start=batch.query_start,
+            context_len=batch.context_len,
+            kv_pages=batch.kv_pages,
+            ssm_pages=batch.ssm_pages,
+            conv_pages=batch.conv_pages,
+            fresh_state=batch.fresh_state,
+            logit_rows=batch.logit_rows,
+        )
+
+    def synchronize(self) -> None:
+        """Nothing is ever queued."""
+
+    def moe_scratch(self, max_tokens: int, spec: MoeSpec, n_in: int) -> MoeScratch:
+        return MoeScratch(self.empty((max_tokens * spec.top_k, n_in), np.float32), None)
+
+    embed = staticmethod(pointwise.embed)
+    rms_norm = staticmethod(pointwise.rms_norm)
+    add_norm = staticmethod(pointwise.add_norm)
+    gated_norm = staticmethod(pointwise.gated_norm)
+    glu = staticmethod(pointwise.glu)
+    multiply = staticmethod(pointwise.multiply)
+    row_gate = staticmethod(pointwise.row_gate)
+    gather_rows = staticmethod(pointwise.gather_rows)
+    finish_logits = staticmethod(pointwise.finish_logits)
+    linear = staticmethod(matmul.linear)
+    prepare_qkv = staticmethod(attention.prepare_qkv)
+    attention = staticmethod(attention.attention)
+    route = staticmethod(moe.route)
+    moe_experts = staticmethod(moe.moe_experts)
+    moe_combine = staticmethod(moe.moe_combine)
+    conv_update = staticmethod(recurrent.conv_update)
+    delta_net = staticmethod(recurrent.delta_net)
+    mamba2 = staticmethod(recurrent.mamba2)
+    mamba1 = staticmethod(recurrent.mamba1)
+    sample = staticmethod(sampling.sample)
