@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import final
@@ -28,6 +28,8 @@ from rimuru.formats.quants import ENGINE_FORMATS
 
 __all__ = ["GgufFile", "KeyValues", "StringArray", "TensorInfo", "check_formats", "open_gguf", "read_exactly"]
 
+_MAX_BUFFERS = 512  # of one positioned read; systems allow 1024
+
 
 def open_gguf(path: str | Path) -> GgufFile:
     """Open a .gguf file, any part of a split set, or the folder of one model.
@@ -37,20 +39,28 @@ def open_gguf(path: str | Path) -> GgufFile:
     return GgufFile(Path(path))
 
 
-def read_exactly(fd: int, offset_bytes: int, out: NDArray[np.uint8], what: str) -> None:
-    """Fill `out` (uint8, contiguous) from byte offset_bytes of the open file. Raises StoreReadError naming `what`."""
-    view = memoryview(out.data).cast("B")
-    done = 0
-    while done < len(view):
+def read_exactly(fd: int, offset_bytes: int, outs: Sequence[NDArray[np.uint8]], what: str) -> None:
+    """Fill the arrays `outs` (uint8, each contiguous) one after the other from byte offset_bytes of the open file.
+
+    One system call where the kernel allows it. Raises StoreReadError naming `what` when the file ends too early.
+    """
+    views = [memoryview(out.data).cast("B") for out in outs if out.nbytes]
+    first = 0
+    while first < len(views):
         try:
-            n_read = os.preadv(fd, [view[done:]], offset_bytes + done)
+            n_read = os.preadv(fd, views[first : first + _MAX_BUFFERS], offset_bytes)
         except OSError as error:
             raise StoreReadError(f"{what} could not be read: {error.strerror}; check the disk") from error
         if n_read == 0:
             raise StoreReadError(
-                f"{what} could not be read: the file ends at byte {offset_bytes + done}; it was cut off after opening"
+                f"{what} could not be read: the file ends at byte {offset_bytes}; it was cut off after opening"
             )
-        done += n_read
+        offset_bytes += n_read
+        while first < len(views) and n_read >= len(views[first]):
+            n_read -= len(views[first])
+            first += 1
+        if n_read:
+            views[first] = views[first][n_read:]
 
 
 def check_formats(tensors: Mapping[str, TensorInfo]) -> None:
@@ -166,15 +176,18 @@ class GgufFile:
 
         Raises KeyError (unknown name), ValueError (past the tensor's end), StoreReadError (short or failed read).
         """
+        self.read_scattered(name, offset_bytes, (out,))
+
+    def read_scattered(self, name: str, offset_bytes: int, outs: Sequence[NDArray[np.uint8]]) -> None:
+        """Like read_into, with consecutive bytes going to several arrays in turn: rows into the pages of a layout."""
         info = self.tensors[name]
-        if offset_bytes < 0 or offset_bytes + out.nbytes > info.n_bytes:
-            raise ValueError(
-                f"bytes {offset_bytes} to {offset_bytes + out.nbytes} are outside tensor {name} of {info.n_bytes} bytes"
-            )
+        end_bytes = offset_bytes + sum(out.nbytes for out in outs)
+        if offset_bytes < 0 or end_bytes > info.n_bytes:
+            raise ValueError(f"bytes {offset_bytes} to {end_bytes} are outside tensor {name} of {info.n_bytes} bytes")
         what = f"{self.parts[info.part]}: tensor {name}"
         if not self._fds:
             raise StoreReadError(f"{what} could not be read: the file was closed")
-        read_exactly(self._fds[info.part], info.offset_bytes + offset_bytes, out, what)
+        read_exactly(self._fds[info.part], info.offset_bytes + offset_bytes, outs, what)
 
     def identity(self) -> dict[str, object]:
         """What tells this model from a changed one: per part name, bytes, time of change and header's SHA-256."""

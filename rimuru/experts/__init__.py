@@ -1,0 +1,1 @@
+"""Where each expert is, and moving it: residency, the store, its sources on disk."""
