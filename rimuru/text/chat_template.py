@@ -1,0 +1,171 @@
+"""Chat templates: messages to the text that a model was trained on, with the semantics of the transformers library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+
+import jinja2
+from jinja2 import nodes
+
+from rimuru.base.errors import BadInputError
+from rimuru.text.guard import Guard, RenderedChat
+from rimuru.text.messages import normalise_messages
+from rimuru.text.sandbox import TemplateEnvironment, TemplateRefusal
+from rimuru.text.tokenizer import Tokenizer
+
+MAX_SOURCE_CHARACTERS = 1 << 20
+
+CHATML_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Used where the file has no template but the tokens of ChatML."""
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' %}{{ message.content + '\n\n' }}"
+    "{% else %}{{ message.role | capitalize + ': ' + message.content + '\n\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""Used where the file has no template and nothing better is known: `User: ...`, `Assistant: ...`, empty lines."""
+
+_RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+_TOKEN_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_READING_METHODS = frozenset(
+    (
+        "split",
+        "rsplit",
+        "partition",
+        "rpartition",
+        "startswith",
+        "endswith",
+        "find",
+        "rfind",
+        "index",
+        "replace",
+        "count",
+    )
+)
+
+
+class ChatTemplate:
+    """The chat template of a model. Immutable and thread-safe; templates are compiled when first used."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sources: Mapping[str, str] | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """sources: template texts by name ("default", "tool_use"); the file's own where None. now: strftime_now's clock."""
+        self._tokenizer = tokenizer
+        self._sources = dict(tokenizer.chat_templates if sources is None else sources)
+        if "default" not in self._sources:
+            chatml = tokenizer.token_id("<|im_start|>") is not None and tokenizer.token_id("<|im_end|>") is not None
+            self._sources["default"] = CHATML_TEMPLATE if chatml else PLAIN_TEMPLATE
+        self._environment = TemplateEnvironment(now)
+        self._compiled: dict[str, tuple[jinja2.Template, frozenset[str]]] = {}
+        self._control_texts = tokenizer.control_texts()
+        self._token_variables = {
+            f"{role}_token": text for role in _TOKEN_ROLES if (text := tokenizer.special_text(role)) is not None
+        }
+
+    def source(self, tools: bool = False) -> str:
+        """The template text that a request with or without tools uses."""
+        return self._sources[self._name(tools)]
+
+    def _name(self, tools: bool) -> str:
+        return "tool_use" if tools and "tool_use" in self._sources else "default"
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[object] | None = None,
+        documents: Sequence[object] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: object,
+    ) -> RenderedChat:
+        """The conversation as the model reads it. `variables` go to the template as they are (enable_thinking, ...).
+
+        Control-token texts inside messages, tools and documents are kept apart from those that the template writes.
+        Raises BadInputError for messages that cannot be used, and for a template that fails or refuses them.
+        """
+        name = self._name(bool(tools))
+        template, read_texts = self._template(name)
+        clash = sorted(_RESERVED & variables.keys())
+        if clash:
+            raise BadInputError(f"chat template variable {clash[0]!r} is reserved")
+        normal = normalise_messages(messages, self._sources[name])
+        guard = Guard(self._control_texts, [normal, tools, documents, variables])
+        # A template that looks for a control token in earlier answers (to cut off the reasoning) must find it there.
+        marked = [
+            guard.mark(message, read_texts if message["role"] == "assistant" else frozenset()) for message in normal
+        ]
+        text = self._run(
+            template,
+            {
+                **self._token_variables,
+                **{key: guard.mark(value) for key, value in variables.items()},
+                "messages": marked,
+                "tools": guard.mark(tools or None),
+                "documents": guard.mark(documents or None),
+                "add_generation_prompt": add_generation_prompt,
+            },
+        )
+        return RenderedChat(text, {s: c for s, c in guard.stand_ins.items() if s in text})
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[object] | None = None,
+        documents: Sequence[object] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: object,
+    ) -> list[int]:
+        """render() as token ids."""
+        return self._tokenizer.encode_chat(self.render(messages, tools, documents, add_generation_prompt, **variables))
+
+    def _template(self, name: str) -> tuple[jinja2.Template, frozenset[str]]:
+        found = self._compiled.get(name)
+        if found is None:
+            source = self._sources[name]
+            if len(source) > MAX_SOURCE_CHARACTERS:
+                raise BadInputError(f"the model's chat template has more than {MAX_SOURCE_CHARACTERS} characters")
+            try:
+                read_texts = _texts_read(self._environment.parse(source)) & self._control_texts
+                found = self._environment.load(source), read_texts
+            except (jinja2.TemplateError, RecursionError, ValueError, MemoryError, OverflowError) as error:
+                raise BadInputError(f"the model's chat template cannot be compiled: {_one_line(error)}") from error
+            self._compiled[name] = found
+        return found
+
+    def _run(self, template: jinja2.Template, variables: dict[str, object]) -> str:
+        try:
+            return self._environment.render(template, variables)
+        except TemplateRefusal as error:
+            raise BadInputError(f"the model's chat template refuses this conversation: {_one_line(error)}") from error
+        except Exception as error:  # the template is a program from the model file: it may fail in any way
+            raise BadInputError(f"the model's chat template failed: {_one_line(error)}") from error
+
+
+def _texts_read(tree: nodes.Template) -> frozenset[str]:
+    """Fixed texts that a template looks for in other texts: `'x' in y`, `y.split('x')`, `y | replace('x', '')`."""
+    found: list[nodes.Node] = []
+    for compare in tree.find_all(nodes.Compare):
+        if any(operand.op in ("in", "notin") for operand in compare.ops):
+            found.append(compare.expr)
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in _READING_METHODS:
+            found += call.args
+    for filtered in tree.find_all(nodes.Filter):
+        if filtered.name in _READING_METHODS:
+            found += filtered.args
+    return frozenset(node.value for node in found if isinstance(node, nodes.Const) and isinstance(node.value, str))
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
