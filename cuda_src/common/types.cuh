@@ -1,0 +1,74 @@
+// Short names of the integer types, loads of any alignment, and the 8-bit form of activations.
+//
+// Quantised activations (rimuru/ops/cuda/matmul.py allocates them), a row of W elements in blocks of 32:
+//
+//   values int8 [T, W]        x = scale * value
+//   scales f32  [T, W / 32]   largest magnitude of the block / 127
+//   sums   i32  [T, W / 32]   sum of values 0..15 (low 16 bits) and of values 16..31 (high 16 bits), exact
+//
+// Integer sums keep offsets exact: no input below 1e35 can overflow them.
+#pragma once
+
+typedef signed char i8;
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+typedef unsigned long long u64;
+
+#define ACT_BLOCK 32
+
+// Read-only loads of packed weights. `address` has the alignment of the loaded type.
+__device__ __forceinline__ u32 load_u8(const u8* p) { return __ldg(p); }
+__device__ __forceinline__ u32 load_u16(const u8* p) { return __ldg((const u16*)p); }
+__device__ __forceinline__ u32 load_u32(const u8* p) { return __ldg((const u32*)p); }
+
+// N words from an address of alignment 4.
+template <int N>
+__device__ __forceinline__ void load_words4(const u8* p, u32 (&w)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) w[i] = __ldg((const u32*)p + i);
+}
+
+// N words (an even number) from an address of alignment 8.
+template <int N>
+__device__ __forceinline__ void load_words8(const u8* p, u32 (&w)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+        uint2 v = __ldg((const uint2*)p + i / 2);
+        w[i] = v.x, w[i + 1] = v.y;
+    }
+}
+
+// N words (a multiple of four) from an address of alignment 16.
+template <int N>
+__device__ __forceinline__ void load_words16(const u8* p, u32 (&w)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+        uint4 v = __ldg((const uint4*)p + i / 4);
+        w[i] = v.x, w[i + 1] = v.y, w[i + 2] = v.z, w[i + 3] = v.w;
+    }
+}
+
+// N words from any address, by aligned loads and shifts: half as many loads as by 16 bits at a time. The words around
+// the wanted bytes hold at least one of them each, so nothing outside an allocation of whole words is touched.
+template <int N>
+__device__ __forceinline__ void load_words(const u8* p, u32 (&w)[N]) {
+    const u32* base = (const u32*)((u64)p & ~3ull);
+    u32 shift = ((u32)(u64)p & 3u) * 8u;
+    u32 a[N + 1];
+#pragma unroll
+    for (int i = 0; i < N; i++) a[i] = __ldg(base + i);
+    a[N] = shift ? __ldg(base + N) : 0u;
+#pragma unroll
+    for (int i = 0; i < N; i++) w[i] = __funnelshift_r(a[i], a[i + 1], shift);
+}
+
+__device__ __forceinline__ float half_bits_to_float(u32 bits) {
+    return __half2float(__ushort_as_half((u16)bits));
+}
+
+// Each byte of x, at most 127, minus c (at most 127): two's complement bytes. No borrow crosses a byte.
+__device__ __forceinline__ u32 minus_bytes(u32 x, u32 c) {
+    return ((x | 0x80808080u) - c * 0x01010101u) ^ 0x80808080u;
+}

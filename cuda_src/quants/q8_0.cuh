@@ -1,0 +1,32 @@
+// Q8_0: 32 elements in 34 bytes.
+//
+//   0      2            34
+//   | d f16 | qs i8[32] |     d * q
+#pragma once
+
+#include "common/dot.cuh"
+
+struct q8_0 {
+    static constexpr int BLOCK = 32, BYTES = 34;
+    static constexpr bool IS_FLOAT = false, OFFSET = false, ONE_BLOCK = true;
+    static constexpr float POST = 1.0f;
+
+    struct Raw {
+        u32 qs[8];
+        u32 d;
+    };
+
+    static __device__ __forceinline__ void load(const u8* row, int piece, Raw& r) {
+        const u8* block = row + piece * BYTES;
+        r.d = load_u16(block);
+        load_words(block + 2, r.qs);
+    }
+
+    static __device__ __forceinline__ int group(int piece, int g) { return piece * 32 + g * 16; }
+
+    static __device__ __forceinline__ void unpack(const Raw& r, int piece, Piece& w) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) w.q[i] = r.qs[i];
+        w.scale[0] = w.scale[1] = half_bits_to_float(r.d);
+    }
+};
