@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh", "relu2", "swiglu_oai", "identity"]
+Pairing = Literal["adjacent", "half"]
 Gating = Literal["softmax", "sigmoid", "softmax_selected", "sqrt_softplus"]
 
 
@@ -28,7 +29,7 @@ class RopeSpec:
     """Rotary position embedding of the first n_rot dims of a head (of the last n_rot for `tail`)."""
 
     n_rot: int
-    pairing: Literal["adjacent", "half"]
+    pairing: Pairing
     freq_base: float
     freq_scale: float = 1.0
     yarn: YarnSpec | None = None

@@ -1,0 +1,20 @@
+"""phi3: fused matrices, rope factors by context (facts section 4.15)."""
+
+from __future__ import annotations
+
+from rimuru.arch.common import Base
+from rimuru.arch.spec import LayerSpec, ModelConfig
+
+NAMES = ("phi3",)
+RUNNABLE: dict[str, tuple[str, ...]] = {}
+
+
+def read_config(base: Base) -> ModelConfig:
+    """ffn_up holds the gate rows, then the up rows. The window key is not used: all layers see everything."""
+    rope = base.rope("half")
+
+    def layer(index: int) -> LayerSpec:
+        fused = not base.has(index, "attn_q.weight")
+        return LayerSpec(index, base.attention(index, rope, fused_qkv=fused), base.dense(index, fused_gate_up=True))
+
+    return base.config(base.layers(layer))
