@@ -86,12 +86,14 @@ class BlobExpertSource:
         self._blob.close()
 
 
-def open_source(path: str | Path) -> tuple[GgufFile, BlobExpertSource]:
+def open_source(path: str | Path, direct: bool = False) -> tuple[GgufFile, BlobExpertSource]:
     """Open a `.rimuru` folder: its GGUF (metadata, dense weights) and its experts. The caller closes both.
+
+    `direct` reads past the page cache (see ExpertBlob).
 
     Raises FileFormatError for a damaged folder, a missing source, or one that has changed since the conversion.
     """
-    blob = ExpertBlob(Path(path))
+    blob = ExpertBlob(Path(path), direct)
     try:
         return blob.open_source(), BlobExpertSource(blob)
     except BaseException:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rimuru.memory.specs import ExpertLayerLayout, ExpertLayout, ProjectionLayout
 
 BLOB_NAME = "experts.bin"
+_DIRECT_ALIGNMENT = 4096  # of address, offset and length; the largest block size of common disks
 _AGAIN = "run `rimuru convert` again"
 
 
@@ -72,7 +73,8 @@ def check_layout(gguf: GgufFile, layout: ExpertLayout) -> None:
             if not fits:
                 raise FileFormatError(
                     f"{gguf.path}: tensor {projection.tensor} ({info.format.name}, {list(info.shape)}) does not hold "
-                    f"{layer.n_experts} experts of {projection.n_rows} rows of {projection.n_in} {projection.format.name}"
+                    f"{layer.n_experts} experts of {projection.n_rows} rows of {projection.n_in} "
+                    f"{projection.format.name}"
                 )
 
 
@@ -83,9 +85,13 @@ def is_blob_folder(path: Path) -> bool:
 
 @final
 class ExpertBlob:
-    """An open `.rimuru` folder. Reads are positioned, so several threads may read at once."""
+    """An open `.rimuru` folder. Reads are positioned, so several threads may read at once.
 
-    def __init__(self, folder: Path) -> None:
+    `direct`: read past the system's page cache where file system, page size and the array's address allow it. Right
+    for a store that keeps its own copies in RAM; without such copies the page cache is what makes a second read fast.
+    """
+
+    def __init__(self, folder: Path, direct: bool = False) -> None:
         self.folder = folder
         self.manifest = Manifest.load(folder / MANIFEST_NAME)
         path = folder / BLOB_NAME
@@ -93,6 +99,7 @@ class ExpertBlob:
             self._fd: int | None = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise FileFormatError(f"{path}: cannot be opened: {error.strerror}; {_AGAIN}") from None
+        self._direct_fd = _open_direct(path) if direct and self.manifest.page_bytes % _DIRECT_ALIGNMENT == 0 else None
         size_bytes = os.fstat(self._fd).st_size
         if size_bytes != self.manifest.n_bytes:
             self.close()
@@ -111,7 +118,9 @@ class ExpertBlob:
             raise ValueError(f"{what} needs {layer.n_pages} pages of {self.manifest.page_bytes} bytes, got {out.shape}")
         if self._fd is None:
             raise StoreReadError(f"{what} could not be read: the file was closed")
-        read_exactly(self._fd, layer.projections[0].offset_bytes[expert], (out,), what)
+        aligned = self._direct_fd is not None and out.ctypes.data % _DIRECT_ALIGNMENT == 0
+        fd = self._direct_fd if self._direct_fd is not None and aligned else self._fd
+        read_exactly(fd, layer.projections[0].offset_bytes[expert], (out,), what)
         if not check:
             return
         for projection in layer.projections:
@@ -140,6 +149,18 @@ class ExpertBlob:
 
     def close(self) -> None:
         """Close the file; the manifest stays usable."""
-        if self._fd is not None:
-            os.close(self._fd)
-        self._fd = None
+        for fd in (self._fd, self._direct_fd):
+            if fd is not None:
+                os.close(fd)
+        self._fd = self._direct_fd = None
+
+
+def _open_direct(path: Path) -> int | None:
+    """A descriptor that reads past the page cache, or None where there is no such thing."""
+    flag = getattr(os, "O_DIRECT", None)
+    if flag is None:
+        return None
+    try:
+        return os.open(path, os.O_RDONLY | flag)
+    except OSError:
+        return None

@@ -294,7 +294,8 @@ def _place(
     for name, shape, fmt, offset_bytes in rows:
         if shape[0] % fmt.block_elements:
             raise cursor.error(
-                f"tensor {name} has rows of {shape[0]} elements, no multiple of a {fmt.name} block ({fmt.block_elements})"
+                f"tensor {name} has rows of {shape[0]} elements, no multiple of a {fmt.name} block "
+                f"({fmt.block_elements})"
             )
         n_elements = _product(shape)
         n_bytes = n_elements // fmt.block_elements * fmt.block_bytes

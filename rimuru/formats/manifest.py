@@ -15,6 +15,7 @@ offset_bytes is absolute in experts.bin; crc32 covers the projection's pages wit
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -99,8 +100,7 @@ class Manifest:
         """Read and check the file `path`. Raises FileFormatError with one line."""
         try:
             with open(path, "rb") as file:
-                raw = file.read(_MAX_MANIFEST_BYTES + 1)
-            document = json.loads(raw) if len(raw) <= _MAX_MANIFEST_BYTES else None
+                document = json.load(file) if os.fstat(file.fileno()).st_size <= _MAX_MANIFEST_BYTES else None
         except OSError as error:
             raise FileFormatError(f"{path}: cannot be read: {error.strerror}; run `rimuru convert` again") from None
         except (ValueError, RecursionError):

@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "version 0": (file(version=0), "version 0"),
     "version 1": (file(version=1), "version 1 is not supported"),
     "version 4": (file(version=4), "version 4 is not supported"),
-    "big-endian": (b"GGUF" + struct.pack(">Iqq", 3, 0, 0) + bytes(64), r"big-endian GGUF is not supported \(version 3\)"),
+    "big-endian": (b"GGUF" + struct.pack(">Iqq", 3, 0, 0) + bytes(64), r"big-endian GGUF is not .*\(version 3\)"),
     "many tensors": (file(n_tensors=ABSURD), "tensors, more than the file can hold"),
     "negative tensors": (file(n_tensors=-1), "-1 tensors"),
     "many keys": (file(n_kv=ABSURD), "metadata keys, more than"),
@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "array past the end": (file((key("a", 9, struct.pack("<IQ", 0, 5000)),)), "key a announces an array of 5000"),
     "many strings": (file((key("a", 9, struct.pack("<IQ", 8, 1 << 29)),)), "key a announces"),
     "long string in array": (file((key("a", 9, struct.pack("<IQ", 8, 2) + text("b") + text("c", 1 << 63)),)), "string"),
-    "array of arrays": (file((key("a", 9, struct.pack("<IQ", 9, 1) + struct.pack("<IQ", 0, 1) + b"\0"),)), "array of arr"),
+    "array of arrays": (file((key("a", 9, struct.pack("<IQ", 9, 1) + struct.pack("<IQ", 0, 1) + b"\0"),)), "of arrays"),
     "array of unknown": (file((key("a", 9, struct.pack("<IQ", 77, 1) + bytes(8)),)), "unknown type 77"),
     "alignment 13": (file((key(ALIGN, 4, U32(13)),), (F32_OK,)), "alignment is 13"),
     "alignment 0": (file((key(ALIGN, 4, U32(0)),), (F32_OK,)), "alignment is 0"),
@@ -254,7 +254,7 @@ def test_memory_follows_the_file_and_not_its_numbers(tmp_path: Path, what: str) 
     }[what]
     path = tmp_path / "big.gguf"
     path.write_bytes(raw)
-    # Python objects of tiny keys and tensors are some 20 times their bytes in the file: a constant, not a header's number.
+    # Python objects of tiny keys and tensors are some 20 times their bytes in the file: a constant factor.
     factor = 30 if what in ("keys", "tensors") else 4
     tracemalloc.start()
     start = time.perf_counter()

@@ -231,7 +231,7 @@ def test_split_faults_are_named(tmp_path: Path) -> None:
 
     paths = fresh()
     paths[1].unlink()
-    with pytest.raises(FileFormatError, match="part 2 of 3 is missing: model-00002-of-00003.gguf"):
+    with pytest.raises(FileFormatError, match=r"part 2 of 3 is missing: model-00002-of-00003\.gguf"):
         open_gguf(paths[0])
     paths = fresh()
     with pytest.raises(FileFormatError, match="its name must be <name>-00001-of-00003"):
@@ -263,7 +263,7 @@ def test_split_faults_are_named(tmp_path: Path) -> None:
     paths = fresh()
     with open(paths[2], "r+b") as file:
         file.truncate(paths[2].stat().st_size - 200)
-    with pytest.raises(FileFormatError, match="00003-of-00003.*cut off"):
+    with pytest.raises(FileFormatError, match=r"00003-of-00003.*cut off"):
         open_gguf(tmp_path / "s")
 
 
