@@ -24,15 +24,16 @@ __device__ __forceinline__ float swiglu_oai(float gate, float up) {
 // log(1 + e^z), equal to z above 20 as the models' reference has it.
 __device__ __forceinline__ float softplus(float z) { return z > 20.0f ? z : log1pf(expf(z)); }
 
-// Ids of the activations in -DACTIVATION and in launcher arguments (ops/cuda/pointwise.py has the same numbers).
-enum { ACT_SILU = 0, ACT_GELU_TANH = 1, ACT_RELU2 = 2, ACT_SWIGLU_OAI = 3 };
+// Ids of the activations in launcher arguments (ops/cuda/launch.py has the same numbers).
+enum { ACT_SILU = 0, ACT_GELU_TANH = 1, ACT_RELU2 = 2, ACT_SWIGLU_OAI = 3, ACT_IDENTITY = 4 };
 
-// act(gate) * up; without a gate the caller passes it as `up` = 1 (never for swiglu_oai).
+// act(gate) * up. Without a gate the value is passed as `gate` and `up` is 1 (never for swiglu_oai).
 __device__ __forceinline__ float glu(int activation, float gate, float up) {
     switch (activation) {
         case ACT_SILU: return silu(gate) * up;
         case ACT_GELU_TANH: return gelu_tanh(gate) * up;
         case ACT_RELU2: return relu2(gate) * up;
+        case ACT_IDENTITY: return gate * up;
         default: return swiglu_oai(gate, up);
     }
 }

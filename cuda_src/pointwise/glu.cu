@@ -1,0 +1,58 @@
+// Elementwise products that feed a matrix, the shared expert's gate, copies of rows, and the last touch on logits.
+//
+//   glu         out = act(gate) * up, or act(up) where gate is null
+//   multiply    out = a * b                     (= glu with the identity activation)
+//   row_gate    out[t] = sigmoid(weight . x[t])
+//   gather_rows out[i] = x[rows[i]]
+//   finish_logits  l *= scale; l = cap * tanh(l / cap) where cap > 0
+
+#include "common/math.cuh"
+#include "common/warp.cuh"
+#include "common/act_store.cuh"
+
+// grid (T, parts of the row), a block handles COLUMNS columns
+extern "C" __global__ void glu_rows(const float* __restrict__ gate,  // [T, width] or null
+                                    const float* __restrict__ up,    // [T, width]
+                                    float* __restrict__ out,         // [T, width]
+                                    ACT_PARAMETERS,                  // quantised copy
+                                    int width, int columns, int activation) {
+    long long row = blockIdx.x;
+    int first = blockIdx.y * columns, part = min(columns, width - first);
+    const float* u = up + row * width + first;
+    const float* g = gate ? gate + row * width + first : nullptr;
+    store_row(out + row * width, ACT_ARGUMENTS, row, width, first, part,
+              [&](int c) { return g ? glu(activation, g[c], u[c]) : glu(activation, u[c], 1.0f); });
+}
+
+// one block a row
+extern "C" __global__ void row_gate(const float* __restrict__ x,       // [T, width]
+                                    const float* __restrict__ weight,  // [width]
+                                    float* __restrict__ out,           // [T]
+                                    int width) {
+    __shared__ float partial[32];
+    const float* in = x + (long long)blockIdx.x * width;
+    float sum = 0.0f;
+    for (int c = threadIdx.x; c < width; c += blockDim.x) sum = fmaf(in[c], weight[c], sum);
+    sum = block_sum(sum, partial);
+    if (threadIdx.x == 0) out[blockIdx.x] = sigmoid(sum);
+}
+
+// one block a row; a negative row index (padding of a captured batch) copies nothing
+extern "C" __global__ void gather_rows(const float* __restrict__ x,   // [T, width]
+                                       const int* __restrict__ rows,  // [R]
+                                       float* __restrict__ out,       // [R, width]
+                                       int width) {
+    int source = rows[blockIdx.x];
+    if (source < 0) return;
+    const float* in = x + (long long)source * width;
+    float* to = out + (long long)blockIdx.x * width;
+    for (int c = threadIdx.x; c < width; c += blockDim.x) to[c] = in[c];
+}
+
+extern "C" __global__ void finish_logits(float* __restrict__ logits,  // [n]
+                                         long long n, float scale, float cap) {
+    long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    float l = logits[i] * scale;
+    logits[i] = cap > 0.0f ? cap * tanhf(l / cap) : l;
+}

@@ -1,0 +1,90 @@
+// Causal depthwise convolution with a carried state of the last K - 1 inputs, oldest first.
+//
+//   out[t, c] = sum_i w[c, i] u[t - (K - 1) + i, c] + bias[c], then silu where asked
+//
+// conv_step    every sequence brings one token: reads and writes its state rows (grid: channels, sequences)
+// conv_tokens  any tokens, all at once; the first K - 1 of a sequence also read the state (grid: channels, tokens)
+// conv_state   after conv_tokens: the new state (grid: channels, sequences)
+//
+// State rows of a sequence are K - 1 consecutive pages of the pool, one float32 row of C channels each.
+// -D  TAPS = K (2 to 8). Bytes moved: inputs and outputs once, K - 1 state rows in and out.
+
+#include "common/math.cuh"
+#include "common/paged.cuh"
+
+#define CARRIED (TAPS - 1)
+
+__device__ __forceinline__ float convolve(const float (&x)[TAPS], const float* weight, const float* bias, int c, bool silu_after) {
+    float sum = bias ? bias[c] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < TAPS; i++) sum = fmaf(weight[(long long)c * TAPS + i], x[i], sum);
+    return silu_after ? silu(sum) : sum;
+}
+
+#define CONV_PARAMETERS                                                                                                  \
+    const float *__restrict__ u,        /* [T, C] */                                                                     \
+        const float *__restrict__ weight, /* [C, K] */                                                                   \
+        const float *__restrict__ bias,   /* [C] or null */                                                              \
+        float *__restrict__ out,          /* [T, C] */                                                                   \
+        char *pool, const int *__restrict__ pages, /* [S, columns]: first page of the rows */                            \
+        const bool *__restrict__ fresh,            /* [S] */                                                             \
+        const int *__restrict__ query_start,       /* [S + 1] */                                                         \
+        const int *__restrict__ seq_of_token,      /* [T] */                                                             \
+        long long page_bytes, int columns, int column, int channels, int silu_after
+
+extern "C" __global__ void conv_step(CONV_PARAMETERS) {
+    int c = blockIdx.x * blockDim.x + threadIdx.x, seq = blockIdx.y;
+    if (c >= channels) return;
+    long long token = query_start[seq];
+    char* state = (char*)state_page(pool, page_bytes, pages, columns, seq, column);
+    if (!state) return;
+    float x[TAPS];
+    bool zero = fresh[seq];
+#pragma unroll
+    for (int i = 0; i < CARRIED; i++) x[i] = zero ? 0.0f : ((float*)(state + i * page_bytes))[c];
+    x[CARRIED] = u[token * channels + c];
+    out[token * channels + c] = convolve(x, weight, bias, c, silu_after);
+#pragma unroll
+    for (int i = 0; i < CARRIED; i++) ((float*)(state + i * page_bytes))[c] = x[i + 1];
+}
+
+extern "C" __global__ void conv_tokens(CONV_PARAMETERS) {
+    int c = blockIdx.x * blockDim.x + threadIdx.x, token = blockIdx.y;
+    if (c >= channels) return;
+    int seq = seq_of_token[token], start = query_start[seq];
+    const char* state = (const char*)state_page(pool, page_bytes, pages, columns, seq, column);
+    if (!state) return;
+    bool zero = fresh[seq];
+    float x[TAPS];
+#pragma unroll
+    for (int i = 0; i < TAPS; i++) {
+        int source = token - CARRIED + i;
+        if (source >= start) {
+            x[i] = u[(long long)source * channels + c];
+        } else {
+            x[i] = zero ? 0.0f : ((const float*)(state + (source - start + CARRIED) * page_bytes))[c];
+        }
+    }
+    out[(long long)token * channels + c] = convolve(x, weight, bias, c, silu_after);
+}
+
+extern "C" __global__ void conv_state(CONV_PARAMETERS) {
+    int c = blockIdx.x * blockDim.x + threadIdx.x, seq = blockIdx.y;
+    if (c >= channels) return;
+    int start = query_start[seq], n = query_start[seq + 1] - start;
+    char* state = (char*)state_page(pool, page_bytes, pages, columns, seq, column);
+    if (!state || n <= 0) return;
+    float rows[CARRIED > 0 ? CARRIED : 1];
+    bool zero = fresh[seq];
+#pragma unroll
+    for (int i = 0; i < CARRIED; i++) {
+        int source = n - CARRIED + i;  // of this step's inputs; negative: an old state row
+        if (source >= 0) {
+            rows[i] = u[(long long)(start + source) * channels + c];
+        } else {
+            rows[i] = zero ? 0.0f : ((float*)(state + (source + CARRIED) * page_bytes))[c];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < CARRIED; i++) ((float*)(state + i * page_bytes))[c] = rows[i];
+}

@@ -1,0 +1,103 @@
+// Mamba2 over the tokens of each sequence, the state in registers, in place in its page.
+//
+//   dt = softplus(dt + dt_bias);  S[p, n] = exp(dt a) S[p, n] + dt B[n] x[p];  y[p] = sum_n S[p, n] C[n] + d x[p]
+//
+// grid (heads * row parts, sequences). LANES lanes share a row p, each STATE / LANES of its values. Tokens go through shared
+// memory in chunks, copied while the chunk before is worked on.
+//
+// -D  STATE (N, multiple of 16), HEAD_DIM (P)
+// Bytes moved: the state once in and out; B, C and x of the head per row part.
+
+#include "attention/copy.cuh"
+#include "common/math.cuh"
+#include "common/paged.cuh"
+#include "common/warp.cuh"
+
+#define THREADS 128
+#define LANES 8
+#define EACH (STATE / LANES)
+#define ROWS_A_BLOCK (THREADS / LANES)
+#define CHUNK 8
+
+struct Chunk {
+    float b[CHUNK][STATE], c[CHUNK][STATE], x[CHUNK][ROWS_A_BLOCK];
+    float dt[CHUNK], decay[CHUNK];
+};
+
+__device__ __forceinline__ int element_of(int lane, int i) {
+    return EACH % 4 == 0 ? (i / 4) * (4 * LANES) + lane * 4 + i % 4 : i * LANES + lane;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    mamba2(const float* __restrict__ xbc,      // [T, inner + 2 G N] after convolution and silu
+           const float* __restrict__ dt,       // [T, heads]
+           const float* __restrict__ a,        // [heads]
+           const float* __restrict__ d,        // [heads]
+           const float* __restrict__ dt_bias,  // [heads]
+           float* __restrict__ out,            // [T, inner]
+           char* pool, const int* __restrict__ pages,  // [S, columns]
+           const bool* __restrict__ fresh,             // [S]
+           const int* __restrict__ query_start,        // [S + 1]
+           long long page_bytes, int columns, int column, int n_heads, int n_groups) {
+    __shared__ __align__(16) Chunk chunks[2];
+    const int parts = (HEAD_DIM + ROWS_A_BLOCK - 1) / ROWS_A_BLOCK;
+    int seq = blockIdx.y, start = query_start[seq], n_tokens = query_start[seq + 1] - start;
+    float* page = state_page(pool, page_bytes, pages, columns, seq, column);
+    if (!page || n_tokens <= 0) return;
+    int head = blockIdx.x / parts, first_row = blockIdx.x % parts * ROWS_A_BLOCK;
+    int inner = n_heads * HEAD_DIM, width = inner + 2 * n_groups * STATE, group = head / (n_heads / n_groups);
+    int lane = threadIdx.x % LANES, local = threadIdx.x / LANES, p = first_row + local;
+    bool mine = p < HEAD_DIM;
+    float* state = page + ((long long)head * HEAD_DIM + (mine ? p : 0)) * STATE;
+    float s[EACH];
+    bool zero = fresh[seq];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) s[i] = zero || !mine ? 0.0f : state[element_of(lane, i)];
+    auto fetch = [&](Chunk& chunk, int done, int n) {
+        const float* in = xbc + (long long)(start + done) * width;
+        for (int i = threadIdx.x; i < n * (STATE / 4); i += THREADS) {
+            int t = i / (STATE / 4), c = (i % (STATE / 4)) * 4;
+            copy16_async(&chunk.b[t][c], (const char*)(in + (long long)t * width + inner + group * STATE + c));
+            copy16_async(&chunk.c[t][c], (const char*)(in + (long long)t * width + inner + (n_groups + group) * STATE + c));
+        }
+        for (int i = threadIdx.x; i < n * ROWS_A_BLOCK; i += THREADS) {
+            int t = i / ROWS_A_BLOCK, row = i % ROWS_A_BLOCK;
+            chunk.x[t][row] = first_row + row < HEAD_DIM ? in[(long long)t * width + head * HEAD_DIM + first_row + row] : 0.0f;
+        }
+        for (int t = threadIdx.x; t < n; t += THREADS) {
+            float step = softplus(dt[(long long)(start + done + t) * n_heads + head] + dt_bias[head]);
+            chunk.dt[t] = step;
+            chunk.decay[t] = expf(step * a[head]);
+        }
+        commit_copies();
+    };
+    fetch(chunks[0], 0, min(CHUNK, n_tokens));
+    for (int done = 0, stage = 0; done < n_tokens; done += CHUNK, stage ^= 1) {
+        Chunk& chunk = chunks[stage];
+        int n = min(CHUNK, n_tokens - done), next = min(CHUNK, n_tokens - done - CHUNK);
+        if (next > 0) {
+            fetch(chunks[stage ^ 1], done + CHUNK, next);
+            wait_copies<1>();
+        } else {
+            wait_copies<0>();
+        }
+        __syncthreads();
+        for (int t = 0; t < n; t++) {
+            float x = chunk.x[t][local], decay = chunk.decay[t], add = chunk.dt[t] * x;
+            float y[2] = {0.0f, 0.0f};
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                int e = element_of(lane, i);
+                s[i] = fmaf(add, chunk.b[t][e], decay * s[i]);
+                y[i & 1] = fmaf(s[i], chunk.c[t][e], y[i & 1]);
+            }
+            float sum = group_sum<LANES>(y[0] + y[1]);
+            if (lane == 0 && mine)
+                out[(long long)(start + done + t) * inner + head * HEAD_DIM + p] = fmaf(d[head], x, sum);
+        }
+        __syncthreads();
+    }
+    if (mine)
+#pragma unroll
+        for (int i = 0; i < EACH; i++) state[element_of(lane, i)] = s[i];
+}
