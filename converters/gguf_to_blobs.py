@@ -55,12 +55,12 @@ def convert(
     """
     target = Path(out_dir).absolute()
     check_convertible(gguf, layout)
-    _check_replaceable(gguf, target)
-    with staging_folder(target) as staging:
-        total_bytes = blob_bytes(layout)
-        _check_space(target, total_bytes)
-        steps = _Steps(progress, total_bytes * (2 if verify else 1))
-        try:
+    total_bytes = blob_bytes(layout)
+    steps = _Steps(progress, total_bytes * (2 if verify else 1))
+    try:
+        _check_replaceable(gguf, target)
+        with staging_folder(target) as staging:
+            _check_space(target, total_bytes)
             with open(staging / BLOB_NAME, "wb", buffering=0) as file:
                 checksums = _write_experts(gguf, layout, file, steps)
             manifest = make_manifest(gguf, layout, target, checksums)
@@ -68,10 +68,8 @@ def convert(
             if verify:
                 verify_blob(staging, gguf, layout, steps.second_pass)
             publish(staging, target)
-        except OSError as error:
-            raise BadInputError(
-                f"{target}: cannot be written: {error.strerror}; choose another place with -o"
-            ) from None
+    except OSError as error:
+        raise BadInputError(f"{target}: cannot be written: {error.strerror}; choose another place with -o") from None
     return manifest
 
 

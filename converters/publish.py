@@ -44,7 +44,10 @@ def staging_folder(target: Path) -> Iterator[Path]:
         if not mine:
             raise BadInputError(f"{target}: another conversion to this folder is running; wait for it to end")
         for leftover in staging.iterdir():
-            leftover.unlink()
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
         try:
             yield staging
         finally:

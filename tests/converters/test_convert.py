@@ -337,6 +337,15 @@ def test_two_conversions_to_one_folder(model: Path, tmp_path: Path) -> None:
     convert_model(model, tmp_path / "model.rimuru")
 
 
+def test_leftovers_of_a_killed_conversion_are_cleared(model: Path, tmp_path: Path) -> None:
+    leftovers = tmp_path / ".model.rimuru.partial"
+    (leftovers / "folder").mkdir(parents=True)
+    (leftovers / BLOB_NAME).write_bytes(b"half")
+    convert_model(model, tmp_path / "model.rimuru", verify=True)
+    assert names_in(tmp_path) == {"model.gguf", "model.rimuru"}
+    assert names_in(tmp_path / "model.rimuru") == {MANIFEST_NAME, BLOB_NAME}
+
+
 def test_models_without_experts_and_foreign_layouts(model: Path, tmp_path: Path) -> None:
     with open_gguf(model) as gguf:
         with pytest.raises(BadInputError, match="has no experts"):
