@@ -17,7 +17,7 @@ def bytes_at(address: int, n_bytes: int) -> np.ndarray:
     """uint8 [n_bytes] on the memory at an address, without a copy. The caller keeps that memory alive."""
     if address == 0:
         raise AuditError(f"a view of {n_bytes} bytes was asked for at address 0")
-    return np.frombuffer((ctypes.c_uint8 * n_bytes).from_address(address), dtype=np.uint8)
+    return np.frombuffer(memoryview((ctypes.c_uint8 * n_bytes).from_address(address)), dtype=np.uint8)
 
 
 def elements_at(address: int, n_elements: int, element: str) -> np.ndarray:

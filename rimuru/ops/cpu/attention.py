@@ -1,0 +1,268 @@
+"""Paged causal attention on the CPU.
+
+Positions are cut into spans of SPAN, spans into blocks of 64, always at the same absolute positions. A span's softmax
+is formed block by block and merged into the result of the spans before it. Both orders are fixed, so a token's result
+does not depend on the batch, the prefill pieces, the number of threads or where pages lie. Few work items (one long
+sequence) are split at spans over the threads; many are not: the arithmetic is the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import get_num_threads, njit, prange
+
+from rimuru.ops.base import Act, Array, KvLayer, Step
+from rimuru.ops.cpu.attention_tiles import BLOCK, ROWS, fold_block, widen
+from rimuru.ops.cpu.lanes import W, exp, take_number
+
+SPAN = 1024
+_TILE_ROWS = 64
+_PARALLEL_WORK = 1 << 19
+"""Multiplications below which starting threads costs more than it brings."""
+ELEMENTS = {"f32": 0, "f16": 1, "bf16": 2}
+_NO_SINKS = np.empty(0, np.float32)
+
+
+@njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
+def _gather(geometry, pages, head, values, first, last, padded, target):  # type: ignore[no-untyped-def]
+    """Widen the keys (or values) of positions first .. last - 1 into float rows of `padded` at an address."""
+    base, page_bytes, page_tokens, n_head_kv, key_dim, value_dim, element = geometry
+    size = 4 if element == 0 else 2
+    dim = value_dim if values else key_dim
+    part = n_head_kv * page_tokens * key_dim * size if values else 0
+    position = first
+    while position < last:
+        slot = position % page_tokens
+        count = min(last - position, page_tokens - slot)
+        page = np.int64(pages[position // page_tokens])
+        source = base + page * page_bytes + part + (head * page_tokens + slot) * dim * size
+        place = target + (position - first) * padded * 4
+        if dim == padded:
+            widen(source, place, count * dim, element)
+        else:
+            for i in range(count):
+                widen(source + i * dim * size, place + i * padded * 4, dim, element)
+        position += count
+
+
+@njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
+def _attend_span(  # type: ignore[no-untyped-def]
+    geometry, pages, head, visible, n_rows, key_padded, value_padded, start, stop, buffers, sums, stats, bounds
+):
+    """Softmax and value sums of a tile over the positions of one span that any of its rows sees.
+
+    visible int64 [n_rows, 2]: positions that each row sees. Writes sums [rows, value_padded], stats [rows, 4].
+    buffers: the tile's queries, keys, values and scores, padded.
+    """
+    # The arrays live in the caller: Numba frees an array after its last use, whoever still holds its address.
+    queries, keys = buffers[0].ctypes.data, buffers[1].ctypes.data
+    values, scores = buffers[2].ctypes.data, buffers[3].ctypes.data
+    sums[:] = 0.0
+    stats[:, 0] = -np.inf
+    stats[:, 1] = 0.0
+    stats[:, 2] = 1.0
+    for block in range(start // BLOCK, (stop + BLOCK - 1) // BLOCK):
+        origin = block * BLOCK
+        first, last = max(start, origin), min(stop, origin + BLOCK)
+        key_place = keys + (first - origin) * key_padded * 4
+        _gather(geometry, pages, head, False, first, last, key_padded, key_place)
+        if geometry[5] > 0:
+            _gather(geometry, pages, head, True, first, last, value_padded, values + (first - origin) * value_padded * 4)
+        else:
+            for i in range(last - first):  # MLA: a key begins with its value
+                source = key_place + i * key_padded * 4
+                widen(source, values + (first - origin + i) * value_padded * 4, value_padded, 0)
+        for row in range(n_rows):
+            bounds[row, 0] = max(first, visible[row, 0]) - origin
+            bounds[row, 1] = min(last, visible[row, 1]) - origin
+        fold_block(
+            n_rows, queries, keys, values, scores, sums.ctypes.data, stats.ctypes.data,
+            first - origin, last - origin, bounds, key_padded, value_padded,
+        )  # fmt: skip
+
+
+@njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
+def _merge(n_rows, total, total_stats, sums, stats):  # type: ignore[no-untyped-def]
+    """Add a span's sums to the sums of the spans before it."""
+    for row in range(n_rows):
+        if stats[row, 1] == 0.0:
+            continue
+        largest = max(total_stats[row, 0], stats[row, 0])
+        old, new = exp(total_stats[row, 0] - largest), exp(stats[row, 0] - largest)
+        total_stats[row, 0] = largest
+        total_stats[row, 1] = total_stats[row, 1] * old + stats[row, 1] * new
+        for i in range(total.shape[1]):
+            total[row, i] = total[row, i] * old + sums[row, i] * new
+
+
+@njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
+def _finish(q, out, tile, head, n_heads, q_stride, key_dim, width, gated, sinks, total, stats):  # type: ignore[no-untyped-def]
+    """Divide by the softmax's sum (with the sink), apply the output gate, store the rows of a tile."""
+    for row in range((tile[1] - tile[0]) * n_heads):
+        token, query_head = tile[0] + row // n_heads, head + row % n_heads
+        factor, denominator = np.float32(1.0), stats[row, 1]
+        if sinks.size > 0:
+            largest = max(stats[row, 0], sinks[query_head])
+            factor = exp(stats[row, 0] - largest)
+            denominator = denominator * factor + exp(sinks[query_head] - largest)
+        factor = factor / denominator
+        target, gate = query_head * width, query_head * q_stride + key_dim
+        for i in range(width):
+            value = total[row, i] * factor
+            if gated:
+                small = exp(-abs(q[token, gate + i]))
+                value *= (np.float32(1.0) if q[token, gate + i] >= 0 else small) / (np.float32(1.0) + small)
+            out[token, target + i] = value
+
+
+@njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
+def _work(  # type: ignore[no-untyped-def]
+    counter, items, q, out, positions, tables, geometry, shape, scale, sinks, gated, split, partial, partial_stats
+):
+    """Take work items until none is left. items int64 [n, 6]: sequence, token rows (2), first query head, span (2).
+
+    shape: query heads, query heads of an item, q_stride, window (0 = none), value width. Split items leave their sums in
+    partial [n, rows, value width padded] and partial_stats [n, rows, 4]; others go over all their spans and finish.
+    """
+    n_head, n_heads, q_stride, window, width = shape
+    key_dim, kv_heads = geometry[4], geometry[3]
+    key_padded, value_padded = (key_dim + W - 1) // W * W, (width + W - 1) // W * W
+    n_max = partial.shape[1]
+    queries = np.zeros((n_max, key_padded), np.float32)
+    keys = np.zeros((BLOCK, key_padded), np.float32)
+    values = np.zeros((BLOCK, value_padded), np.float32)
+    scores = np.zeros((n_max, BLOCK), np.float32)
+    buffers = (queries, keys, values, scores)
+    sums, total = np.empty((n_max, value_padded), np.float32), np.empty((n_max, value_padded), np.float32)
+    stats, total_stats = np.empty((n_max, 4), np.float32), np.empty((n_max, 4), np.float32)
+    visible, bounds = np.empty((n_max, 2), np.int64), np.empty((n_max, 2), np.int64)
+    while True:
+        item = take_number(counter.ctypes.data)
+        if item >= items.shape[0]:
+            break
+        seq, first_token, last_token, head = items[item, 0], items[item, 1], items[item, 2], items[item, 3]
+        n_rows = (last_token - first_token) * n_heads
+        for row in range(n_rows):
+            token = first_token + row // n_heads
+            start = (head + row % n_heads) * q_stride
+            for i in range(key_dim):
+                queries[row, i] = q[token, start + i] * scale
+            visible[row, 1] = positions[token] + 1
+            visible[row, 0] = max(0, positions[token] + 1 - window) if window > 0 else 0
+        kv_head = head // (n_head // kv_heads)
+        total[:] = 0.0
+        total_stats[:, 0] = -np.inf
+        total_stats[:, 1] = 0.0
+        for span in range(items[item, 4], items[item, 5]):
+            low, high = max(span * SPAN, visible[0, 0]), min((span + 1) * SPAN, visible[n_rows - 1, 1])
+            into, into_stats = (partial[item], partial_stats[item]) if split else (sums, stats)
+            _attend_span(
+                geometry, tables[seq], kv_head, visible, n_rows, key_padded, value_padded, low, high,
+                buffers, into, into_stats, bounds,
+            )  # fmt: skip
+            if not split:
+                _merge(n_rows, total, total_stats, sums, stats)
+        if not split:
+            tile = (first_token, last_token)
+            _finish(q, out, tile, head, n_heads, q_stride, key_dim, width, gated, sinks, total, total_stats)
+
+
+@njit(cache=True, nogil=True, fastmath=False, error_model="numpy", parallel=True)
+def _work_parallel(  # type: ignore[no-untyped-def]
+    n_workers, counter, items, q, out, positions, tables, geometry, shape, scale, sinks, gated, split, partial,
+    partial_stats,
+):  # fmt: skip
+    for _ in prange(n_workers):
+        _work(
+            counter, items, q, out, positions, tables, geometry, shape, scale, sinks, gated, split, partial,
+            partial_stats,
+        )  # fmt: skip
+
+
+@njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
+def _join(items, q, out, shape, key_dim, sinks, gated, partial, partial_stats):  # type: ignore[no-untyped-def]
+    """Merge the spans of split items, which lie behind each other, and finish."""
+    _, n_heads, q_stride, _, width = shape
+    total, total_stats = np.empty_like(partial[0]), np.empty_like(partial_stats[0])
+    item = 0
+    while item < items.shape[0]:
+        total[:] = 0.0
+        total_stats[:, 0] = -np.inf
+        total_stats[:, 1] = 0.0
+        tile, head = (items[item, 1], items[item, 2]), items[item, 3]
+        n_rows = (tile[1] - tile[0]) * n_heads
+        while item < items.shape[0] and items[item, 1] == tile[0] and items[item, 3] == head:
+            _merge(n_rows, total, total_stats, partial[item], partial_stats[item])
+            item += 1
+        _finish(q, out, tile, head, n_heads, q_stride, key_dim, width, gated, sinks, total, total_stats)
+
+
+@njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
+def _list_items(query_start, positions, n_head, n_heads, tile_tokens, window, split, items):  # type: ignore[no-untyped-def]
+    """Fill items (see `_work`); returns their number. With no room in `items` it only counts."""
+    count = 0
+    for seq in range(query_start.size - 1):
+        for first in range(query_start[seq], query_start[seq + 1], tile_tokens):
+            last = min(first + tile_tokens, query_start[seq + 1])
+            low = max(0, positions[first] + 1 - window) // SPAN if window > 0 else 0
+            high = positions[last - 1] // SPAN + 1
+            for head in range(0, n_head, n_heads):
+                for span in range(low, high if split else low + 1):
+                    if count < items.shape[0]:
+                        items[count] = np.array((seq, first, last, head, span, span + 1 if split else high))
+                    count += 1
+    return count
+
+
+def attention(
+    q: Array,
+    n_head: int,
+    q_stride: int,
+    gated: bool,
+    step: Step,
+    kv: KvLayer,
+    scale: float,
+    window: int | None,
+    sinks: Array | None,
+    out: Act,
+) -> None:
+    """See `Ops.attention`. A group with value_dim 0 (MLA) takes the first out-width elements of a key as its value."""
+    group = kv.group
+    n_tokens = q.shape[0]
+    if n_tokens == 0:
+        return
+    width = out.f32.shape[1] // n_head
+    n_heads = _heads_of_item(n_head // group.n_head_kv)
+    tile_tokens = max(1, _TILE_ROWS // n_heads)
+    threads = get_num_threads()
+    bound = window or 0
+    scope = (step.query_start, step.positions, n_head, n_heads, tile_tokens, bound)
+    longest = int(step.context_len.max())
+    work = n_tokens * n_head * min(longest, bound or longest) * (group.key_dim + width)
+    parallel = threads > 1 and work > _PARALLEL_WORK
+    split = False
+    if parallel and min(longest, bound or longest) > SPAN:
+        split = _list_items(*scope, False, np.empty((0, 6), np.int64)) < 2 * threads
+    items = np.empty((_list_items(*scope, split, np.empty((0, 6), np.int64)), 6), np.int64)
+    _list_items(*scope, split, items)
+    n_rows = -(-min(tile_tokens, n_tokens) * n_heads // ROWS) * ROWS
+    partial = np.empty((len(items) if split else 1, n_rows, -(-width // W) * W), np.float32)
+    partial_stats = np.empty((partial.shape[0], n_rows, 4), np.float32)
+    base = kv.pool_base + kv.layer_offset_bytes
+    arguments = (
+        np.zeros(1, np.int64), items, q, out.f32, step.positions, step.kv_pages[kv.group_index],
+        (base, kv.page_bytes, group.page_tokens, group.n_head_kv, group.key_dim, group.value_dim, ELEMENTS[group.element]),
+        (n_head, n_heads, q_stride, bound, width),
+        np.float32(scale), _NO_SINKS if sinks is None else sinks, gated, split, partial, partial_stats,
+    )  # fmt: skip
+    if parallel:
+        _work_parallel(min(threads, len(items)), *arguments)
+    else:
+        _work(*arguments)
+    if split:
+        _join(items, q, out.f32, arguments[7], group.key_dim, arguments[9], gated, partial, partial_stats)
+
+
+def _heads_of_item(group_heads: int) -> int:
+    """Query heads that a work item takes: all that share a KV head, or the largest share of at most a tile's rows."""
+    return max(n for n in range(1, min(group_heads, _TILE_ROWS) + 1) if group_heads % n == 0)
