@@ -17,7 +17,6 @@ from rimuru.config import EngineConfig
 from rimuru.engine.build import LoadedModel, load_model
 from rimuru.engine.output import TextOutput
 from rimuru.request import Completion, Piece, SamplingParams, Sequence
-from rimuru.text.chat_template import render_chat
 
 Prompt = str | Seq[int]
 
@@ -26,7 +25,7 @@ class LLM:
     """A loaded model. Use it as a context manager, or call `close`.
 
         with LLM("model.gguf", memory="8GiB") as llm:
-            print(llm.generate("Once upon a time").text)
+            print(llm.generate("Once upon a time")[0].text)
 
     `model` is a GGUF (any part of a split set, or its folder) or a `.rimuru` folder. The keywords are those of
     EngineConfig. All methods may be called from several threads: requests that are in flight at the same time are
@@ -140,7 +139,9 @@ class LLM:
         self, messages: Seq[Mapping[str, Any]], tools: Seq[Mapping[str, Any]] | None = None, **variables: Any
     ) -> list[int]:
         """Token ids of a conversation that is to be answered. Control tokens in message texts are plain text."""
-        return render_chat(self._need_tokenizer(), list(messages), tools=tools, **variables)
+        if self.loaded.chat is None:
+            raise BadInputError("this file has no tokenizer: a conversation cannot be put into tokens")
+        return self.loaded.chat.encode(messages, tools, **variables)
 
     def stream_chat(self, messages: Seq[Mapping[str, Any]], params: SamplingParams | None = None) -> Iterator[Piece]:
         """Like `stream`, for a conversation."""
@@ -151,6 +152,10 @@ class LLM:
 
         `chunk` = tokens per forward pass (default: as many as fit); it does not change the result on the CPU.
         """
+        return np.concatenate(list(self.score(token_ids, chunk)))
+
+    def score(self, token_ids: Seq[int], chunk: int | None = None) -> Iterator[np.ndarray]:
+        """The rows of `logits` in order, a few at a time, for texts whose logits would not fit in memory."""
         ids = self._as_ids(token_ids)
         if chunk is not None and chunk < 1:
             raise BadInputError(f"chunk must be at least 1, got {chunk}")
@@ -158,7 +163,7 @@ class LLM:
             raise BadInputError(f"{len(ids)} tokens do not fit in the context of {self.context_length}")
         self._check_ids(ids)
         with self._lock:
-            return np.concatenate(list(self.loaded.engine.score(ids, chunk or len(ids))))
+            yield from self.loaded.engine.score(ids, chunk or len(ids))
 
     # ---- memory
     def memory(self) -> dict[str, Any]:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from rimuru.memory.cache import SequenceCache
-from rimuru.memory.page_pool import PagePool
 
 from rimuru.base import env
 from rimuru.base.errors import BadInputError, ContextLengthError
@@ -18,6 +16,9 @@ from rimuru.engine.assemble import assemble
 from rimuru.engine.runner import Runner
 from rimuru.engine.sampler import Sampler
 from rimuru.engine.scheduler import Scheduler
+from rimuru.experts.store import HostExpertStore
+from rimuru.memory.cache import SequenceCache
+from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import PoolLayout
 from rimuru.plan import PlannedTokens, StepPlan
 from rimuru.request import SamplingParams, Sequence
@@ -46,10 +47,12 @@ class Engine:
         n_vocab: int,
         eog_ids: frozenset[int],
         seed: int,
+        store: HostExpertStore | None = None,
     ) -> None:
         self.scheduler, self.cache, self.pool, self.layout = scheduler, cache, pool, layout
         self.runner, self.sampler = runner, sampler
         self.context_length, self.n_vocab, self.eog_ids = context_length, n_vocab, eog_ids
+        self.store = store
         self.n_steps = 0
         self._ids = itertools.count()
         self._seeds = np.random.default_rng(seed)
@@ -112,14 +115,19 @@ class Engine:
         plan = self.scheduler.schedule()
         report = StepReport([], self._fail(plan))
         if plan.items:
+            self._begin()
             logits = self.runner.run(assemble(plan.items, self.cache, self.layout))
             sampling = [item.sequence for item in plan.items if item.samples]
             token_ids = self.sampler.sample(logits, sampling) if sampling else []
             self._commit(plan, sampling, token_ids, report)
-            self.n_steps += 1
         if env.audit_every_step() or not self.scheduler.has_work:
             self.audit()
         return report
+
+    def _begin(self) -> None:
+        self.n_steps += 1
+        if self.store is not None:
+            self.store.begin_step()
 
     def _drop_aborted(self) -> None:
         while self._aborts:
@@ -165,6 +173,7 @@ class Engine:
             while sequence.n_uncached:
                 n_tokens = min(chunk, sequence.n_uncached)
                 self._reserve_for_score(sequence, n_tokens)
+                self._begin()
                 batch = assemble([PlannedTokens(sequence, n_tokens, True)], self.cache, self.layout, all_logits=True)
                 yield from self.runner.run_scored(batch)
                 begin = sequence.n_cached
@@ -184,6 +193,8 @@ class Engine:
         """Check every structure's invariants; raises AuditError with the numbers."""
         self.pool.audit()
         self.cache.audit()
+        if self.store is not None:
+            self.store.audit()
 
     def run_until(self, sequences: list[Sequence], timeout_s: float | None = None) -> None:
         """Step until all of the given sequences have ended."""

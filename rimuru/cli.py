@@ -1,0 +1,163 @@
+"""The command `rimuru`: arguments in, exit code out (0 done, 2 bad input, 1 anything else; never a traceback)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from rimuru import __version__
+from rimuru.base.errors import RimuruError
+from rimuru.base.log import LEVELS, setup_logging
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        setup_logging(args.log_level)
+        module, function = args.command.rsplit(".", 1)
+        return int(getattr(importlib.import_module(f"rimuru.commands.{module}"), function)(args))
+    except RimuruError as error:
+        print(f"rimuru: {one_line(error)}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("rimuru: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # keeps the exit from flushing into the void
+        return 1
+    except MemoryError:
+        print("rimuru: out of memory; give a smaller --memory", file=sys.stderr)
+        return 1
+    except Exception as error:
+        log.debug("the error's origin", exc_info=True)
+        print(f"rimuru: internal error: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
+        return 1
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rimuru", description="Serves MoE models from GGUF files.")
+    parser.add_argument("--version", action="version", version=f"rimuru {__version__}")
+    parser.set_defaults(command=None, log_level="warning")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    common, output = common_options(), output_options()
+    _add_run(commands, [common, output])
+    _add_convert(commands, [output])
+    _add_inspect(commands, [common, output])
+    _add_perplexity(commands, [common, output])
+    _add_bench(commands, [common, output])
+    return parser
+
+
+def output_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary on stderr")
+    parser.add_argument("--log-level", default="warning", choices=LEVELS)
+    return parser
+
+
+def common_options() -> argparse.ArgumentParser:
+    """Options that every command which loads a model takes."""
+    parser = argparse.ArgumentParser(add_help=False)
+    group = parser.add_argument_group("machine and memory")
+    group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    group.add_argument("--memory", metavar="SIZE", help="everything on the device (CPU: in RAM), e.g. 8GiB")
+    group.add_argument("--ram", metavar="SIZE", help="pinned host memory for experts (CUDA)")
+    group.add_argument("--threads", type=int, metavar="N")
+    group.add_argument(
+        "--ctx", type=int, metavar="N", help="context length in tokens; default: the file's, as far as it fits"
+    )
+    group.add_argument("--kv-type", default="auto", choices=("auto", "f16", "bf16", "f32"))
+    group.add_argument("--deterministic", action="store_true", help="results independent of the batch on CUDA too")
+    group.add_argument("--policy", default="auto", choices=("auto", "static", "fixed", "paper", "cost"))
+    group.add_argument("--residency", default="auto", choices=("auto", "hotset", "recency"))
+    group.add_argument("--resident-experts", metavar="N|SHARE", help="fixed number or share (0.5) of resident experts")
+    group.add_argument("--expert-offload-limit", type=int, metavar="N", help="most experts that may be non-resident")
+    for name, what in (
+        ("prefetch", "bringing the next layer's experts while one computes"),
+        ("prediction", "bringing experts that are expected to be chosen"),
+        ("fill-on-read", "keeping experts that were read"),
+        ("in-place", "reading experts where they lie in host memory"),
+        ("cpu-experts", "computing cold experts on the CPU"),
+    ):
+        group.add_argument(f"--no-{name}", dest=name.replace("-", "_"), action="store_false", help=f"turn off {what}")
+    parser.add_argument("--seed", type=int, metavar="S")
+    return parser
+
+
+def _add_run(commands: argparse._SubParsersAction, parents: list[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("run", parents=parents, help="answer a prompt, or chat")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a GGUF (any part of a split set, or its folder) or a .rimuru folder"
+    )
+    parser.add_argument("-p", "--prompt", metavar="TEXT")
+    parser.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
+    parser.add_argument("--token-ids", metavar="IDS", help="a prompt of token ids; the answer is printed as ids")
+    parser.add_argument("--chat", action="store_true", help="put the prompt through the chat template")
+    parser.add_argument("-n", dest="n_tokens", type=int, default=256, metavar="N", help="most tokens of answer")
+    parser.add_argument("--temp", type=float, default=0.8, metavar="T")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
+    parser.add_argument("--presence-penalty", type=float, default=0.0, metavar="A")
+    parser.add_argument("--frequency-penalty", type=float, default=0.0, metavar="A")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
+    parser.add_argument("--ignore-eos", action="store_true")
+    parser.set_defaults(command="run.run")
+
+
+def _add_convert(commands: argparse._SubParsersAction, parents: list[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("convert", parents=parents, help="write page-aligned expert blobs")
+    parser.add_argument("model", metavar="MODEL.gguf")
+    parser.add_argument("-o", "--output", metavar="DIR", help="default: MODEL.rimuru beside the model")
+    parser.add_argument("--verify", action="store_true", help="read everything back and compare")
+    parser.set_defaults(command="convert.convert")
+
+
+def _add_inspect(commands: argparse._SubParsersAction, parents: list[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("inspect", parents=parents, help="what a model is and what fits")
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(command="inspect.inspect")
+
+
+def _add_perplexity(commands: argparse._SubParsersAction, parents: list[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("perplexity", parents=parents, help="how well a model predicts a text")
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("-f", "--file", required=True, metavar="TEXT")
+    parser.add_argument("--window", type=int, metavar="N", help="tokens per window (default 512)")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(command="perplexity.perplexity")
+
+
+def _add_bench(commands: argparse._SubParsersAction, parents: list[argparse.ArgumentParser]) -> None:
+    from rimuru.commands.common import number_list
+
+    parser = commands.add_parser("bench", parents=parents, help="prefill and decode rates")
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--prefill", type=number_list, default=[512], metavar="N,N")
+    parser.add_argument("--streams", type=number_list, default=[1, 8], metavar="N,N")
+    parser.add_argument("--new", type=int, default=128, metavar="N", help="tokens to decode per stream")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N")
+    parser.add_argument("--routing", default="model", choices=("model",), help="whose routing: the model's own router")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(command="bench.bench")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""What each subcommand of `rimuru` does; cli.py reads the arguments and calls one of these."""

@@ -1,0 +1,100 @@
+"""rimuru bench: prefill and decode rates of a model on this machine, as JSON or a table."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+from rimuru.base.errors import BadInputError
+from rimuru.commands.common import note, open_llm, print_json
+from rimuru.llm import LLM
+from rimuru.request import SamplingParams, Sequence
+
+PROMPT_TOKENS = 16
+"""Prompt of each stream in the decode measurements."""
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Measure and print. Prompts are random token ids; answers are sampled at temperature 1 and never end early."""
+    longest = max(max(args.prefill, default=1) + 1, PROMPT_TOKENS + args.new)
+    most = max(args.streams, default=1)
+    with open_llm(args, max_sequences=max(most, 1), prefix_cache=False) as llm:
+        if longest > llm.context_length:
+            raise BadInputError(f"the benchmark needs a context of {longest} tokens, {llm.context_length} fit")
+        result = measure(llm, args.prefill, args.streams, args.new, args.repeats, args.seed or 0)
+    if args.json:
+        print_json(result)
+    else:
+        for key in ("prefill_tokens_per_second", "decode_tokens_per_second"):
+            for size, rate in result[key].items():
+                print(f"{key.split('_')[0]:8} {size:>6}  {rate:10.1f} tokens per second")
+        print(f"hit rate {result['hit_rate']:.3f}, {result['bytes_over_link_per_token']:.0f} bytes read per token")
+    return 0
+
+
+def measure(llm: LLM, prefill: list[int], streams: list[int], n_new: int, n_repeats: int, seed: int) -> dict[str, Any]:
+    """Medians over n_repeats; keys as design section 7 lists them."""
+    rng = np.random.default_rng(seed)
+    note("warming up (the first run on a machine compiles kernels)")
+    _prefill_rate(llm, rng, max(min(prefill, default=PROMPT_TOKENS), 2))
+    _decode_rate(llm, rng, 1, 4)
+    before = _counters(llm)
+    prefill_rates = {str(n): statistics.median(_prefill_rate(llm, rng, n) for _ in range(n_repeats)) for n in prefill}
+    middle = _counters(llm)
+    decode_rates = {
+        str(n): statistics.median(_decode_rate(llm, rng, n, n_new) for _ in range(n_repeats)) for n in streams
+    }
+    after = _counters(llm)
+    n_decoded = n_repeats * sum(n * (PROMPT_TOKENS + n_new) for n in streams)
+    asked = after[0] - middle[0]
+    loaded = llm.loaded
+    return {
+        "model": str(loaded.gguf.path),
+        "architecture": loaded.config.architecture,
+        "device": loaded.resolved.device,
+        "threads": loaded.resolved.threads,
+        "memory_bytes": llm.memory()["total_bytes"],
+        "routing": "model",
+        "prefill_tokens_per_second": prefill_rates,
+        "decode_tokens_per_second": decode_rates,
+        "hit_rate": (after[1] - middle[1]) / asked if asked else 1.0,
+        "bytes_over_link_per_token": (after[2] - middle[2]) / max(n_decoded, 1),
+        "bytes_read": after[2] - before[2],
+        "resident_experts": sum(llm.memory()["resident_experts"]),
+    }
+
+
+def _counters(llm: LLM) -> tuple[int, int, int]:
+    """(experts asked for, found resident, bytes read) since the start."""
+    store = llm.loaded.store
+    return (0, 0, 0) if store is None else (store.counters.n_asked, store.counters.n_hits, store.counters.read_bytes)
+
+
+def _random_prompt(llm: LLM, rng: np.random.Generator, n_tokens: int) -> list[int]:
+    return rng.integers(0, llm.loaded.engine.n_vocab, n_tokens).tolist()
+
+
+def _prefill_rate(llm: LLM, rng: np.random.Generator, n_tokens: int) -> float:
+    """Prompt tokens per second until the first token of the answer is there."""
+    engine = llm.loaded.engine
+    prompt = _random_prompt(llm, rng, n_tokens)
+    started = time.perf_counter()
+    engine.run_until([engine.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))])
+    return n_tokens / (time.perf_counter() - started)
+
+
+def _decode_rate(llm: LLM, rng: np.random.Generator, n_streams: int, n_new: int) -> float:
+    """Tokens per second of all streams together, from when the last one has its first token."""
+    engine = llm.loaded.engine
+    params = SamplingParams(max_tokens=n_new, temperature=1.0, ignore_eos=True)
+    sequences: list[Sequence] = [engine.add(_random_prompt(llm, rng, PROMPT_TOKENS), params) for _ in range(n_streams)]
+    while any(s.n_output == 0 for s in sequences):
+        engine.step()
+    done = sum(s.n_output for s in sequences)
+    started = time.perf_counter()
+    engine.run_until(sequences)
+    return (sum(s.n_output for s in sequences) - done) / (time.perf_counter() - started)

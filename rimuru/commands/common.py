@@ -1,0 +1,132 @@
+"""Shared by the subcommands: loading with progress, the summary of what fits where, JSON output."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from rimuru.base.errors import BadInputError
+from rimuru.base.units import human_bytes
+from rimuru.config import EngineConfig
+from rimuru.llm import LLM
+
+
+class LoadBars:
+    """One progress bar per stage of loading, on stderr; silent where stderr is no terminal or quiet is asked."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet or not sys.stderr.isatty()
+        self._bar: Any = None
+        self._stage = ""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if self.quiet:
+            return
+        if stage != self._stage:
+            self.close()
+            self._stage = stage
+            self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=stage, file=sys.stderr)
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def config_keywords(args: argparse.Namespace) -> dict[str, Any]:
+    """The LLM keywords that the common options set."""
+    return {
+        "device": args.device,
+        "memory": args.memory,
+        "ram": args.ram,
+        "threads": args.threads,
+        "context": args.ctx,
+        "kv_type": args.kv_type,
+        "policy": args.policy,
+        "residency": args.residency,
+        "resident_experts": args.resident_experts,
+        "expert_offload_limit": args.expert_offload_limit,
+        "deterministic": args.deterministic,
+        "seed": args.seed or 0,
+        "prefetch": args.prefetch,
+        "prediction": args.prediction,
+        "fill_on_read": args.fill_on_read,
+        "in_place": args.in_place,
+        "cpu_experts": args.cpu_experts,
+    }
+
+
+def open_llm(args: argparse.Namespace, **more: Any) -> LLM:
+    """Load the model of the command line, with progress and a summary on stderr."""
+    EngineConfig(**{k: v for k, v in config_keywords(args).items() if k in _CONFIG_FIELDS})  # refuse bad options first
+    bars = LoadBars(args.quiet)
+    try:
+        llm = LLM(args.model, progress=bars, **{**config_keywords(args), **more})
+    finally:
+        bars.close()
+    if not args.quiet:
+        note(summary(llm))
+    return llm
+
+
+_CONFIG_FIELDS = {field.name for field in dataclasses.fields(EngineConfig)}
+
+
+def summary(llm: LLM) -> str:
+    """Two lines: what was loaded, and where it lies."""
+    loaded = llm.loaded
+    model, layout = loaded.config, loaded.layout
+    lines = [
+        f"{model.name or loaded.gguf.path.name}: {model.architecture}, {len(model.layers)} layers, context "
+        f"{loaded.engine.context_length} tokens, on {loaded.resolved.device} ({loaded.resolved.threads} threads), "
+        f"loaded in {loaded.load_s:.1f} s"
+    ]
+    report = loaded.memory_report()
+    parts = [f"weights {human_bytes(loaded.dense_bytes)}", f"scratch {human_bytes(loaded.scratch_bytes)}"]
+    parts.append(f"pool {human_bytes(report['pool_bytes'])}")
+    if layout.expert is not None:
+        parts.append(f"{sum(report['resident_experts'])} of {layout.expert.n_experts} experts resident")
+    lines.append("memory: " + ", ".join(parts))
+    return "\n".join(lines)
+
+
+def note(text: str) -> None:
+    """A line for people: stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_json(values: dict[str, Any]) -> None:
+    print(json.dumps(values, indent=2, ensure_ascii=False))
+
+
+def read_text(path: str) -> str:
+    """A UTF-8 text file. Raises BadInputError in one line."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise BadInputError(f"{path} is not UTF-8 text") from None
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def number_list(text: str) -> list[int]:
+    """Comma-separated positive whole numbers."""
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected positive numbers separated by commas, got {text!r}")
+    return numbers
+
+
+Command = Callable[[argparse.Namespace], int]

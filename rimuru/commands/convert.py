@@ -1,0 +1,70 @@
+"""rimuru convert: experts of a GGUF into a `.rimuru` folder of page-aligned blobs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from tqdm import tqdm
+
+from rimuru.arch.registry import read_config
+from rimuru.arch.tensors import check_tensors
+from rimuru.base.errors import BadInputError
+from rimuru.commands.common import note
+from rimuru.formats.gguf import check_formats, open_gguf
+from rimuru.memory.planner import plan_layout
+
+
+def converter() -> ModuleType:
+    """The converters package: inside the wheel, or beside the package in a checkout."""
+    here = Path(__file__).resolve().parents[1]
+    for folder in (here / "_converters", here.parent / "converters"):
+        if (folder / "gguf_to_blobs.py").is_file():
+            return _import_package(folder)
+    raise BadInputError("the converters are missing from this installation; install rimuru again")
+
+
+def _import_package(folder: Path) -> ModuleType:
+    """Import folder as the package `converters`, wherever it lies, and give its gguf_to_blobs module."""
+    if "converters" not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            "converters", folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None and spec.loader is not None
+        package = importlib.util.module_from_spec(spec)
+        sys.modules["converters"] = package
+        spec.loader.exec_module(package)
+    return importlib.import_module("converters.gguf_to_blobs")
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Write the blob beside the model (or to -o) and say where."""
+    with open_gguf(args.model) as gguf:
+        config = read_config(gguf)
+        check_formats(gguf.tensors)
+        check_tensors(config, gguf)
+        layout = plan_layout(config, gguf.tensors, 4).expert
+        if layout is None:
+            raise BadInputError(f"{args.model} has no routed experts: there is nothing to convert")
+        out = Path(args.output) if args.output else default_folder(gguf.parts[0])
+        hidden = args.quiet or not sys.stderr.isatty()
+        with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="converting", disable=hidden) as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            converter().convert(gguf, layout, out, progress=progress, verify=args.verify)
+    note(f"{out}: {layout.n_experts} experts" + (", verified" if args.verify else ""))
+    return 0
+
+
+def default_folder(first_part: Path) -> Path:
+    """`model.rimuru` beside `model.gguf`; a split set's folder is named without its part number."""
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", first_part.name.removesuffix(".gguf"))
+    return first_part.with_name(stem + ".rimuru")

@@ -1,0 +1,183 @@
+"""rimuru run: one answer, or a chat in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+
+from rimuru.base.errors import BadInputError, RimuruError
+from rimuru.base.units import human_bytes
+from rimuru.commands.common import note, open_llm, read_text
+from rimuru.llm import LLM
+from rimuru.request import Piece, SamplingParams
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer a prompt on stdout and exit, or chat until the end of input."""
+    prompt = prompt_text(args)
+    params = sampling_params(args)
+    with open_llm(args) as llm:
+        if args.token_ids is not None:
+            return _run_ids(llm, args.token_ids, params)
+        if prompt is None:
+            return Chat(llm, params).loop()
+        if args.chat:
+            pieces = llm.stream_chat([{"role": "user", "content": prompt}], params)
+        else:
+            pieces = llm.stream(prompt, params)
+        rates = _print_stream(pieces)
+        sys.stdout.write("\n")
+        if not args.quiet:
+            note(rates.line())
+    return 0
+
+
+def prompt_text(args: argparse.Namespace) -> str | None:
+    """The prompt of -p or -f; None for an interactive chat."""
+    if args.prompt is not None and args.file is not None:
+        raise BadInputError("give the prompt with -p or with -f, not both")
+    return read_text(args.file) if args.file is not None else args.prompt
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=args.n_tokens,
+        temperature=args.temp,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        stop=tuple(args.stop or ()),
+        ignore_eos=args.ignore_eos,
+        seed=args.seed,
+    )
+
+
+class Rates:
+    """Times of one streamed answer."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.first_token: float | None = None
+        self.n_tokens = 0
+        self.ended = self.started
+
+    def add(self, piece: Piece) -> None:
+        self.ended = time.monotonic()
+        if self.first_token is None and piece.token_ids:
+            self.first_token = self.ended
+        self.n_tokens += len(piece.token_ids)
+
+    def line(self) -> str:
+        if self.first_token is None:
+            return "no tokens"
+        decode_s = self.ended - self.first_token
+        rate = (self.n_tokens - 1) / decode_s if decode_s > 0 and self.n_tokens > 1 else 0.0
+        return f"{self.n_tokens} tokens, first after {(self.first_token - self.started) * 1e3:.0f} ms" + (
+            f", then {rate:.1f} tokens per second" if rate else ""
+        )
+
+
+def _print_stream(pieces: Iterator[Piece]) -> Rates:
+    rates = Rates()
+    for piece in pieces:
+        rates.add(piece)
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+    return rates
+
+
+def _run_ids(llm: LLM, text: str, params: SamplingParams) -> int:
+    """For files without a tokenizer: ids in, ids out."""
+    try:
+        ids = [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise BadInputError(f"--token-ids takes whole numbers separated by spaces or commas, got {text!r}") from None
+    for piece in llm.stream(ids, params):
+        sys.stdout.write("".join(f"{token_id} " for token_id in piece.token_ids))
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    return 0
+
+
+class Chat:
+    """A conversation in the terminal. Ctrl-C stops the answer, Ctrl-D or /exit the program."""
+
+    HELP = "/reset forgets the conversation, /stats and /memory show numbers, /exit ends; Ctrl-C stops an answer"
+
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        self.llm, self.params = llm, params
+        self.messages: list[dict[str, str]] = []
+        self.rates: Rates | None = None
+
+    def loop(self) -> int:
+        self.llm.chat_ids([{"role": "user", "content": ""}])  # fail now where the file cannot chat
+        if sys.stdin.isatty():
+            with contextlib.suppress(ImportError):  # line editing and history in input()
+                import readline  # noqa: F401
+        note(self.HELP)
+        while True:
+            try:
+                line = input("> " if sys.stdin.isatty() else "")
+            except EOFError:
+                return 0
+            except KeyboardInterrupt:
+                note("")
+                continue
+            text = line.strip()
+            if not text:
+                continue
+            if text.startswith("/"):
+                if not self._command(text):
+                    return 0
+                continue
+            self._answer(text)
+
+    def _command(self, text: str) -> bool:
+        """Carry out a slash command; False to end."""
+        if text in ("/exit", "/quit"):
+            return False
+        if text == "/reset":
+            self.messages = []
+            note("the conversation was forgotten")
+        elif text == "/stats":
+            note(self.rates.line() if self.rates else "nothing was answered yet")
+        elif text == "/memory":
+            self._show_memory()
+        else:
+            note(self.HELP)
+        return True
+
+    def _show_memory(self) -> None:
+        report = self.llm.memory()
+        for name, view in report["views"].items():
+            note(f"{name:8} {view['pages']:8} pages {human_bytes(view['bytes']):>12}")
+        note(f"free     {human_bytes(report['free_bytes'])} of {human_bytes(report['pool_bytes'])}")
+        if report["resident_experts"]:
+            note(f"experts  {sum(report['resident_experts'])} resident, hit rate {report['hit_rate']:.2f}")
+
+    def _answer(self, text: str) -> None:
+        self.messages.append({"role": "user", "content": text})
+        answer, self.rates = "", Rates()
+        stream = self.llm.stream_chat(self.messages, self.params)
+        try:
+            for piece in stream:
+                self.rates.add(piece)
+                answer += piece.text
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            note(" [stopped]")
+        except RimuruError as error:
+            note(str(error))
+            self.messages.pop()
+            return
+        finally:
+            stream.close()  # type: ignore[attr-defined]
+        sys.stdout.write("\n")
+        self.messages.append({"role": "assistant", "content": answer})

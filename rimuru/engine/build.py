@@ -1,0 +1,339 @@
+"""Model path + configuration -> a running engine: the one place where everything is wired."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import rimuru.ops as backends
+from rimuru.arch.registry import read_config, require_runnable
+from rimuru.arch.spec import ModelConfig, MoeSpec
+from rimuru.arch.tensors import check_tensors, expert_tensors
+from rimuru.base.errors import BadInputError, NotEnoughMemoryError
+from rimuru.base.units import human_bytes
+from rimuru.config import EngineConfig
+from rimuru.engine.engine import Engine
+from rimuru.engine.resolve import (
+    Resolved,
+    buffer_experts,
+    check_context,
+    kv_element,
+    longest_request,
+    resolve,
+    wanted_pool_bytes,
+)
+from rimuru.engine.room import ExpertRoom
+from rimuru.engine.runner import Runner
+from rimuru.engine.sampler import Sampler
+from rimuru.engine.scheduler import NoRoom, Scheduler
+from rimuru.experts.source import ExpertSource, GgufExpertSource, open_source
+from rimuru.experts.store import HostExpertStore, even_quotas, spread_experts
+from rimuru.formats.gguf import GgufFile, check_formats, open_gguf
+from rimuru.forward.context import BuildContext
+from rimuru.forward.model import Model
+from rimuru.forward.weights import TensorReader
+from rimuru.forward.workspace import Workspace
+from rimuru.memory.cache import SequenceCache
+from rimuru.memory.page_pool import PagePool
+from rimuru.memory.planner import plan_layout
+from rimuru.memory.specs import PoolLayout
+from rimuru.memory.views import ExpertView
+from rimuru.ops.base import Array, Ops, PoolMemory
+from rimuru.text.chat_template import ChatTemplate
+from rimuru.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """The wired parts of one loaded model. `close` gives everything back, in the reverse order of building."""
+
+    gguf: GgufFile
+    config: ModelConfig
+    layout: PoolLayout
+    resolved: Resolved
+    ops: Ops
+    engine: Engine
+    pool: PagePool
+    pool_memory: PoolMemory
+    store: HostExpertStore | None
+    room: ExpertRoom | None
+    source: ExpertSource | None
+    tokenizer: Tokenizer | None
+    chat: ChatTemplate | None
+    dense_bytes: int
+    scratch_bytes: int
+    load_s: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    def memory_report(self) -> dict[str, Any]:
+        """The pool as numbers; keys of design section 7, `llm.memory()`."""
+        report = self.pool.report()
+        report["dense_bytes"], report["scratch_bytes"] = self.dense_bytes, self.scratch_bytes
+        report["total_bytes"] = self.dense_bytes + self.scratch_bytes + report["pool_bytes"]
+        report["resident_experts"] = [] if self.store is None else self.store.residency.resident_per_layer()
+        report["requests"] = self.engine.cache.requests()
+        if self.store is not None:
+            report["hit_rate"] = self.store.counters.hit_rate
+            report["read_bytes"] = self.store.counters.read_bytes
+        return report
+
+    def resize(self, memory_bytes: int) -> None:
+        """Change the memory budget; the pool takes what dense weights and scratch leave."""
+        pool_bytes = memory_bytes - self.dense_bytes - self.scratch_bytes
+        n_huge = pool_bytes // self.layout.huge_bytes
+        if n_huge < 1:
+            raise NotEnoughMemoryError(
+                f"{human_bytes(memory_bytes)} leave nothing for the pool: weights and scratch take "
+                f"{human_bytes(self.dense_bytes + self.scratch_bytes)}"
+            )
+        raise BadInputError("resizing a running engine is not possible in this version; start again with --memory")
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+        if self.source is not None:
+            self.source.close()
+        self.pool_memory.close()
+        self.gguf.close()
+
+
+def open_model(path: Path) -> tuple[GgufFile, ExpertSource | None]:
+    """The GGUF of a model path and, for a `.rimuru` folder, the source of its converted experts."""
+    if (path / "manifest.json").is_file():
+        return open_source(path)
+    return open_gguf(path), None
+
+
+def dense_tensor_bytes(gguf: GgufFile, config: ModelConfig) -> int:
+    """Bytes of the tensors that stay resident: all of the trunk's but the experts'."""
+    experts = {name for layer in expert_tensors(config, gguf).values() for name in layer}
+    trunk = {layer.index for layer in config.layers}
+
+    def is_trunk(name: str) -> bool:
+        parts = name.split(".")
+        return parts[0] != "blk" or int(parts[1]) in trunk
+
+    return sum(info.n_bytes for name, info in gguf.tensors.items() if name not in experts and is_trunk(name))
+
+
+def load_model(path: Path, config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
+    """Open, check, plan, load. Raises RimuruError subclasses with one helpful line; leaves nothing open on failure."""
+    started = time.monotonic()
+    gguf, source = open_model(path)
+    try:
+        loaded = _load(gguf, source, config, progress or (lambda stage, done, total: None))
+    except BaseException:
+        if source is not None:
+            source.close()
+        gguf.close()
+        raise
+    loaded.load_s = time.monotonic() - started
+    return loaded
+
+
+def _load(gguf: GgufFile, source: ExpertSource | None, config: EngineConfig, progress: Progress) -> LoadedModel:
+    model = read_config(gguf, config.context)
+    device, device_bytes = backends.choose(config.device)
+    require_runnable(model, device)
+    check_formats({name: info for name, info in gguf.tensors.items() if not _is_skipped(name, model)})
+    check_tensors(model, gguf)
+    if model.n_mtp_blocks:
+        log.info("%d multi-token-prediction block(s) in the file are left unused", model.n_mtp_blocks)
+    element = kv_element(config, device)
+    layout = plan_layout(model, gguf.tensors, ELEMENT_BYTES[element], bfloat=element == "bf16")
+    dense_bytes = dense_tensor_bytes(gguf, model)
+    resolved = resolve(config, model, device, device_bytes, dense_bytes)
+    ops = backends.create(device, resolved.threads)
+    return _Builder(gguf, source, config, model, layout, resolved, ops, progress, dense_bytes).build()
+
+
+def _is_skipped(name: str, model: ModelConfig) -> bool:
+    """Tensors of multi-token-prediction blocks, which are never loaded."""
+    parts = name.split(".")
+    return parts[0] == "blk" and parts[1].isdigit() and int(parts[1]) >= len(model.layers)
+
+
+class _Builder:
+    """The steps of wiring, in order; each leaves what the next one needs in an attribute."""
+
+    def __init__(
+        self,
+        gguf: GgufFile,
+        source: ExpertSource | None,
+        config: EngineConfig,
+        model: ModelConfig,
+        layout: PoolLayout,
+        resolved: Resolved,
+        ops: Ops,
+        progress: Progress,
+        dense_bytes: int,
+    ) -> None:
+        self.gguf, self.source, self.config, self.model_config = gguf, source, config, model
+        self.layout, self.resolved, self.ops, self.progress = layout, resolved, ops, progress
+        self.expected_dense_bytes = dense_bytes
+        self._done = 0
+        self.store: HostExpertStore | None = None
+        self.room: ExpertRoom | None = None
+
+    def build(self) -> LoadedModel:
+        resolved, ops = self.resolved, self.ops
+        limit = max(resolved.memory_bytes, 1 << 20)
+        self.memory = ops.reserve_pool(0, limit)
+        try:
+            return self._build_in_pool()
+        except BaseException:
+            if self.store is not None:
+                self.store.close()
+            self.memory.close()
+            raise
+
+    def _build_in_pool(self) -> LoadedModel:
+        resolved, ops, layout = self.resolved, self.ops, self.layout
+        self.reader = TensorReader(self.gguf, ops, self._advance)
+        self.workspace = Workspace(ops, resolved.max_step_tokens)
+        reader_stand_in = _LateStore()
+        context = BuildContext(
+            self.model_config, self.gguf, ops, self.reader, self.workspace, layout, self.memory.base,
+            reader_stand_in if layout.expert is not None else None, resolved.n_positions,
+        )  # fmt: skip
+        model = Model(context, resolved.max_sequences)
+        biases = self._expert_biases()
+        self.workspace.allocate()
+        dense_bytes = self.reader.n_bytes
+        scratch_bytes = self.workspace.n_bytes + model.logit_bytes
+        context_length = self._size_pool(dense_bytes, scratch_bytes)
+        cache = SequenceCache(self.pool, layout, prefix_cache=self.config.prefix_cache, copier=ops.copier())
+        room: ExpertRoom | NoRoom = NoRoom()
+        if layout.expert is not None:
+            self.room = ExpertRoom(cache, self.pool, layout, self.config.expert_offload_limit)
+            self._build_store(biases)
+            if self.quotas is None:
+                room = self.room
+            reader_stand_in.store = self.store
+        tokenizer = Tokenizer.from_kv(self.gguf.kv, str(self.gguf.path))
+        scheduler = Scheduler(cache, room, resolved.max_step_tokens, resolved.max_sequences)
+        engine = Engine(
+            scheduler, cache, self.pool, layout, Runner(model, ops), Sampler(ops, resolved.max_sequences),
+            context_length, self.model_config.n_vocab,
+            frozenset(tokenizer.eog_ids) if tokenizer is not None else frozenset(), self.config.seed, self.store,
+        )  # fmt: skip
+        return LoadedModel(
+            self.gguf, self.model_config, layout, resolved, ops, engine, self.pool, self.memory, self.store, self.room,
+            self.source, tokenizer, None if tokenizer is None else ChatTemplate(tokenizer), dense_bytes, scratch_bytes,
+        )  # fmt: skip
+
+    def _advance(self, n_bytes: int) -> None:
+        self._done += n_bytes
+        self.progress("dense weights", self._done, max(self.expected_dense_bytes, self._done))
+
+    def _expert_biases(self) -> list[dict[str, Array]]:
+        """Per layer slot the experts' bias vectors [n_experts, n_rows], which stay resident (gpt-oss)."""
+        layers = [] if self.layout.expert is None else self.layout.expert.layers
+        biases = []
+        for layer in layers:
+            names = {p.name: p.tensor.removesuffix(".weight") + ".bias" for p in layer.projections}
+            found = {key: self.reader.vector(name) for key, name in names.items()}
+            biases.append({key: values for key, values in found.items() if values is not None})
+        return biases
+
+    def _size_pool(self, dense_bytes: int, scratch_bytes: int) -> int:
+        """Map the pool: what dense weights and scratch leave of the budget, no more than is useful where the budget
+        was not given. Returns the context that fits."""
+        resolved, layout = self.resolved, self.layout
+        left = resolved.memory_bytes - dense_bytes - scratch_bytes
+        if left < layout.huge_bytes:
+            raise NotEnoughMemoryError(
+                f"dense weights ({human_bytes(dense_bytes)}) and scratch ({human_bytes(scratch_bytes)}) leave no page of "
+                f"the memory budget of {human_bytes(resolved.memory_bytes)}; give more --memory"
+            )
+        top_k = max(
+            (layer.ffn.top_k for layer in self.model_config.layers if isinstance(layer.ffn, MoeSpec)), default=0
+        )
+        self.n_buffers = 0 if layout.expert is None else buffer_experts(layout.expert, top_k, left)
+        self.quotas = self._quotas()
+        if not resolved.memory_is_given:
+            left = min(left, wanted_pool_bytes(layout, resolved.n_positions, resolved.max_sequences, self.n_buffers))
+        n_huge = left // layout.huge_bytes
+        longest = longest_request(layout, left, self._reserved_pages(), resolved.n_positions)
+        context = check_context(self.config.context, longest, resolved.memory_bytes, resolved.n_positions)
+        self.memory.resize(n_huge * layout.huge_bytes)
+        self.pool = PagePool(self.memory, layout, n_huge, copier=self.ops.copier())
+        return context
+
+    def _quotas(self) -> list[int] | None:
+        """Most residents per layer slot where their number is fixed; None where the adjuster decides."""
+        layout = self.layout.expert
+        if layout is None:
+            return None
+        if self.config.resident_experts is not None:
+            return even_quotas(layout, n_resident_experts(self.config.resident_experts, layout.n_experts))
+        return even_quotas(layout, layout.n_experts) if self.config.policy == "static" else None
+
+    def _reserved_pages(self) -> int:
+        """Expert pages that requests can never get: loading buffers, and residents whose number is fixed."""
+        layout = self.layout.expert
+        if layout is None:
+            return 0
+        fixed = (
+            0
+            if self.quotas is None
+            else sum(quota * layer.n_pages for quota, layer in zip(self.quotas, layout.layers, strict=True))
+        )
+        return self.n_buffers * layout.max_pages + fixed
+
+    def _build_store(self, biases: list[dict[str, Array]]) -> None:
+        """The expert store, filled: a fixed number of residents, or as many as leave the reserve of free pages."""
+        layout = self.layout.expert
+        assert layout is not None and self.room is not None
+        if self.source is None:
+            self.source = GgufExpertSource(self.gguf, layout)
+        quotas = self.quotas
+        view = ExpertView(self.pool, layout)
+        self.store = HostExpertStore(
+            layout, self.pool, view, self.source, self.ops.copier(), biases, self.n_buffers, quotas,
+            self.room.may_grow, self.config.fill_on_read, min(self.resolved.threads, 8),
+        )  # fmt: skip
+        self.room.store = self.store
+        total = sum(layer.n_experts * layer.useful_bytes for layer in layout.layers)
+        done = 0
+
+        def advance(n_bytes: int) -> None:
+            nonlocal done
+            done += n_bytes
+            self.progress("experts", done, total)
+
+        n_loaded = self.store.preload(spread_experts(layout), advance)
+        if quotas is not None and n_loaded < sum(quotas):
+            raise NotEnoughMemoryError(
+                f"{sum(quotas)} resident experts were asked for, but only {n_loaded} fit in "
+                f"{human_bytes(self.resolved.memory_bytes)}; give more --memory or fewer experts"
+            )
+
+
+@dataclass(slots=True)
+class _LateStore:
+    """Stands in for the store while layers are built: the store needs the pool, whose size needs the layers."""
+
+    store: HostExpertStore | None = None
+
+    def waves(self, layer_slot: int, ids: Array) -> Any:
+        assert self.store is not None
+        return self.store.waves(layer_slot, ids)
+
+
+def n_resident_experts(asked: int | float, n_experts: int) -> int:
+    """A number of experts from a number or a share. Raises BadInputError where the model has fewer."""
+    if isinstance(asked, float):
+        return round(asked * n_experts)
+    if asked > n_experts:
+        raise BadInputError(f"{asked} resident experts were asked for, the model has {n_experts}")
+    return asked

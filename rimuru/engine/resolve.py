@@ -1,0 +1,174 @@
+"""User intent + model + machine -> numbers. Every "auto" is decided here, once, with a reason that can be printed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import psutil
+
+from rimuru.arch.spec import ModelConfig
+from rimuru.base.errors import BadInputError, NotEnoughMemoryError
+from rimuru.base.units import MIB, ceil_div, human_bytes
+from rimuru.config import EngineConfig
+from rimuru.memory.specs import ExpertLayout, PoolLayout
+
+log = logging.getLogger(__name__)
+
+CPU_STEP_TOKENS = 512
+CUDA_STEP_TOKENS = 2048
+MAX_SEQUENCES = 64
+MIN_CONTEXT_TOKENS = 128
+"""A pool that cannot hold a request of this many tokens is refused."""
+AUTO_RAM_SHARE = 0.8
+"""Of the memory that is free at start, where --memory is not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What was decided before anything is loaded. Bytes are of device memory (CPU: RAM)."""
+
+    device: str
+    kv_element: str
+    memory_bytes: int
+    memory_is_given: bool
+    threads: int
+    max_step_tokens: int
+    max_sequences: int
+    n_positions: int
+    """Positions that rotation tables cover: no context can become longer."""
+
+
+def kv_element(config: EngineConfig, device: str) -> str:
+    """Stored type of keys and values: f32 on the CPU and f16 on CUDA unless asked otherwise."""
+    return ("f16" if device == "cuda" else "f32") if config.kv_type == "auto" else config.kv_type
+
+
+def available_threads() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def resolve(
+    config: EngineConfig, model: ModelConfig, device: str, device_bytes: int | None, dense_bytes: int
+) -> Resolved:
+    """Decide everything that does not need the weights. `device_bytes`: free memory of a GPU, None for the CPU.
+
+    Raises BadInputError for a context beyond the file's, NotEnoughMemoryError where the dense weights alone do not fit.
+    """
+    free_bytes = psutil.virtual_memory().available if device_bytes is None else device_bytes
+    memory_bytes = int(free_bytes * AUTO_RAM_SHARE) if config.memory is None else int(config.memory)
+    if dense_bytes > memory_bytes:
+        raise NotEnoughMemoryError(
+            f"the weights outside the experts take {human_bytes(dense_bytes)}, more than the memory budget of "
+            f"{human_bytes(memory_bytes)}; give more --memory or choose a smaller model"
+        )
+    if config.context is not None and config.context > model.context_length:
+        raise BadInputError(f"--ctx {config.context} is more than the model's context of {model.context_length} tokens")
+    n_positions = config.context or _positions_within(model, memory_bytes - dense_bytes)
+    step_tokens = config.max_step_tokens or (CUDA_STEP_TOKENS if device == "cuda" else CPU_STEP_TOKENS)
+    return Resolved(
+        device=device,
+        kv_element=kv_element(config, device),
+        memory_bytes=memory_bytes,
+        memory_is_given=config.memory is not None,
+        threads=min(config.threads or available_threads(), available_threads()),
+        max_step_tokens=min(step_tokens, max(n_positions, 1)),
+        max_sequences=config.max_sequences or MAX_SEQUENCES,
+        n_positions=n_positions,
+    )
+
+
+def _positions_within(model: ModelConfig, free_bytes: int) -> int:
+    """The file's context, lowered so that rotation tables take at most a sixteenth of the free memory."""
+    widest = max((layer.mixer.rope.n_rot for layer in model.layers if getattr(layer.mixer, "rope", None)), default=0)
+    if not widest:
+        return model.context_length
+    affordable = free_bytes // 16 // (4 * widest)
+    return max(min(model.context_length, affordable), min(model.context_length, MIN_CONTEXT_TOKENS))
+
+
+def l2_pages_for_tokens(layout: PoolLayout, n_tokens: int) -> int:
+    """L2 pages (expert pages where the model has experts) that the KV pages of one sequence take."""
+    if layout.kv is None:
+        return 0
+    return ceil_div(layout.kv.pages_for(n_tokens), kv_pages_per_l2(layout))
+
+
+def kv_pages_per_l2(layout: PoolLayout) -> int:
+    """KV pages that an L2 page of their parent kind is carved into."""
+    assert layout.kv is not None
+    return l2_bytes(layout) // layout.kv.page_bytes
+
+
+def l2_bytes(layout: PoolLayout) -> int:
+    """Size of the L2 page that KV pages are carved from."""
+    if layout.kv is None or layout.kv.parent == "expert":
+        return layout.expert.page_bytes if layout.expert is not None else layout.slab_bytes or layout.huge_bytes
+    return layout.ssm.page_bytes if layout.ssm is not None else layout.slab_bytes or layout.huge_bytes
+
+
+def state_bytes(layout: PoolLayout) -> int:
+    """Pool bytes of one sequence's recurrent and convolution states."""
+    ssm = 0 if layout.ssm is None else len(layout.ssm.layers) * layout.ssm.page_bytes
+    conv = 0 if layout.conv is None else len(layout.conv.layers) * layout.conv.n_rows * layout.conv.page_bytes
+    return ssm + conv
+
+
+def request_bytes(layout: PoolLayout, n_tokens: int) -> int:
+    """Pool bytes that one request of n_tokens takes, rounded up to whole L2 pages."""
+    return l2_pages_for_tokens(layout, n_tokens) * l2_bytes(layout) + state_bytes(layout)
+
+
+def buffer_experts(layout: ExpertLayout, top_k: int, pool_bytes: int) -> int:
+    """Experts that the loading buffers hold: two halves of a token's experts each, within an eighth of the pool."""
+    affordable = pool_bytes // 8 // (layout.max_pages * layout.page_bytes)
+    return 2 * max(1, min(top_k, affordable // 2))
+
+
+def wanted_pool_bytes(layout: PoolLayout, context: int, max_sequences: int, n_buffers: int) -> int:
+    """A pool that leaves nothing to wish for: all experts, and several requests of full length."""
+    experts = 0
+    if layout.expert is not None:
+        experts = (layout.expert.n_pages + n_buffers * layout.expert.max_pages) * layout.expert.page_bytes
+    requests = min(max_sequences, 8) * request_bytes(layout, min(context, 8192)) + request_bytes(layout, context)
+    return experts + requests + 2 * layout.huge_bytes
+
+
+def longest_request(layout: PoolLayout, pool_bytes: int, reserved_expert_pages: int, limit_tokens: int) -> int:
+    """Most tokens that one request can have when it has the pool for itself but for reserved_expert_pages (loading
+    buffers, experts that may not leave), up to limit_tokens."""
+    reserved = 0 if layout.expert is None else reserved_expert_pages * layout.expert.page_bytes
+    usable = (
+        pool_bytes // layout.huge_bytes * layout.huge_bytes - reserved - layout.huge_bytes * (layout.ssm is not None)
+    )
+    low, high = 0, limit_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        if request_bytes(layout, middle) <= usable:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def check_context(asked: int | None, longest: int, memory_bytes: int, file_context: int) -> int:
+    """The context to serve. Raises NotEnoughMemoryError where what was asked for, or any useful one, does not fit."""
+    needed = asked if asked is not None else min(MIN_CONTEXT_TOKENS, file_context)
+    if longest < needed:
+        raise NotEnoughMemoryError(
+            f"with {human_bytes(memory_bytes)} of memory the pool holds requests of at most {longest} tokens, "
+            f"{needed} are wanted; give more --memory" + (" or a smaller --ctx" if asked is not None else "")
+        )
+    if asked is None and longest < file_context:
+        log.info(
+            "context lowered from %d to %d tokens, which is what fits in %s",
+            file_context,
+            longest,
+            human_bytes(memory_bytes),
+        )
+    return asked if asked is not None else longest
+
+
+MIN_POOL_BYTES = 1 * MIB
