@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -51,7 +50,8 @@ def convert(args: argparse.Namespace) -> int:
         layout = plan_layout(config, gguf.tensors, 4).expert
         if layout is None:
             raise BadInputError(f"{args.model} has no routed experts: there is nothing to convert")
-        out = Path(args.output) if args.output else default_folder(gguf.parts[0])
+        blobs = converter()
+        out = Path(args.output) if args.output else blobs.default_target(gguf)
         hidden = args.quiet or not sys.stderr.isatty()
         with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="converting", disable=hidden) as bar:
 
@@ -59,12 +59,6 @@ def convert(args: argparse.Namespace) -> int:
                 bar.total = total
                 bar.update(done - bar.n)
 
-            converter().convert(gguf, layout, out, progress=progress, verify=args.verify)
+            blobs.convert(gguf, layout, out, progress=progress, verify=args.verify)
     note(f"{out}: {layout.n_experts} experts" + (", verified" if args.verify else ""))
     return 0
-
-
-def default_folder(first_part: Path) -> Path:
-    """`model.rimuru` beside `model.gguf`; a split set's folder is named without its part number."""
-    stem = re.sub(r"-\d{5}-of-\d{5}$", "", first_part.name.removesuffix(".gguf"))
-    return first_part.with_name(stem + ".rimuru")

@@ -13,7 +13,7 @@ import rimuru.ops as backends
 from rimuru.arch.registry import read_config, require_runnable
 from rimuru.arch.spec import ModelConfig, MoeSpec
 from rimuru.arch.tensors import check_tensors, expert_tensors
-from rimuru.base.errors import BadInputError, NotEnoughMemoryError
+from rimuru.base.errors import BadInputError, FileFormatError, NotEnoughMemoryError
 from rimuru.base.units import human_bytes
 from rimuru.config import EngineConfig
 from rimuru.engine.engine import Engine
@@ -32,6 +32,7 @@ from rimuru.engine.sampler import Sampler
 from rimuru.engine.scheduler import NoRoom, Scheduler
 from rimuru.experts.source import ExpertSource, GgufExpertSource, open_source
 from rimuru.experts.store import HostExpertStore, even_quotas, spread_experts
+from rimuru.formats.expert_blob import is_blob_folder
 from rimuru.formats.gguf import GgufFile, check_formats, open_gguf
 from rimuru.forward.context import BuildContext
 from rimuru.forward.model import Model
@@ -76,7 +77,8 @@ class LoadedModel:
 
     def memory_report(self) -> dict[str, Any]:
         """The pool as numbers; keys of design section 7, `llm.memory()`."""
-        report = self.pool.report()
+        report = self.pool.stats()
+        report["pool_bytes"] = report["total_bytes"]
         report["dense_bytes"], report["scratch_bytes"] = self.dense_bytes, self.scratch_bytes
         report["total_bytes"] = self.dense_bytes + self.scratch_bytes + report["pool_bytes"]
         report["resident_experts"] = [] if self.store is None else self.store.residency.resident_per_layer()
@@ -108,14 +110,14 @@ class LoadedModel:
 
 def open_model(path: Path) -> tuple[GgufFile, ExpertSource | None]:
     """The GGUF of a model path and, for a `.rimuru` folder, the source of its converted experts."""
-    if (path / "manifest.json").is_file():
+    if is_blob_folder(path):
         return open_source(path)
     return open_gguf(path), None
 
 
 def dense_tensor_bytes(gguf: GgufFile, config: ModelConfig) -> int:
     """Bytes of the tensors that stay resident: all of the trunk's but the experts'."""
-    experts = {name for layer in expert_tensors(config, gguf).values() for name in layer}
+    experts = {projection.tensor for layer in expert_tensors(config).values() for projection in layer}
     trunk = {layer.index for layer in config.layers}
 
     def is_trunk(name: str) -> bool:
@@ -150,6 +152,8 @@ def _load(gguf: GgufFile, source: ExpertSource | None, config: EngineConfig, pro
         log.info("%d multi-token-prediction block(s) in the file are left unused", model.n_mtp_blocks)
     element = kv_element(config, device)
     layout = plan_layout(model, gguf.tensors, ELEMENT_BYTES[element], bfloat=element == "bf16")
+    if source is not None and source.layout != layout.expert:
+        raise FileFormatError("the blob was written with another layout by another version; run `rimuru convert` again")
     dense_bytes = dense_tensor_bytes(gguf, model)
     resolved = resolve(config, model, device, device_bytes, dense_bytes)
     ops = backends.create(device, resolved.threads)
@@ -266,7 +270,7 @@ class _Builder:
         longest = longest_request(layout, left, self._reserved_pages(), resolved.n_positions)
         context = check_context(self.config.context, longest, resolved.memory_bytes, resolved.n_positions)
         self.memory.resize(n_huge * layout.huge_bytes)
-        self.pool = PagePool(self.memory, layout, n_huge, copier=self.ops.copier())
+        self.pool = PagePool(self.memory, layout, resolved.memory_bytes, self.ops.copier())
         return context
 
     def _quotas(self) -> list[int] | None:
@@ -297,7 +301,7 @@ class _Builder:
         if self.source is None:
             self.source = GgufExpertSource(self.gguf, layout)
         quotas = self.quotas
-        view = ExpertView(self.pool, layout)
+        view = ExpertView(self.pool)
         self.store = HostExpertStore(
             layout, self.pool, view, self.source, self.ops.copier(), biases, self.n_buffers, quotas,
             self.room.may_grow, self.config.fill_on_read, min(self.resolved.threads, 8),

@@ -69,7 +69,7 @@ class HostExpertStore:
         self.counters = StoreCounters()
         self._executor = ThreadPoolExecutor(n_threads, thread_name_prefix="rimuru-read")
         self._tables = [
-            ExpertTable(layer, layout.page_bytes, view.table(slot), biases[slot])
+            ExpertTable(layer, layout.page_bytes, view.layer(slot), biases[slot])
             for slot, layer in enumerate(layout.layers)
         ]
         self._buffers = self._take_buffers(n_buffers)
@@ -78,7 +78,7 @@ class HostExpertStore:
         """Page ids of each loading buffer, side by side where possible."""
         buffers = []
         for _ in range(n_buffers):
-            pages = self.pool.allocate_buffer(self.layout.max_pages)
+            pages = self.pool.reserve_buffer(self.layout.max_pages)
             if pages is None:
                 raise NotEnoughMemoryError(
                     f"the memory budget leaves no room for {n_buffers} loading buffers of "
@@ -110,22 +110,39 @@ class HostExpertStore:
         halves = (self._buffers[:half], self._buffers[half:])
         rest = missing[len(fills) :]
         groups = [rest[i : i + half] for i in range(0, len(rest), half)] or [rest]
-        pending = self._read_all(slot, list(fills) + list(zip(groups[0].tolist(), halves[0], strict=False)))
-        if len(resident):
-            yield Wave(table, self._mask(table, resident))
-        for number, group in enumerate(groups):
-            self._finish_reads(slot, pending, fills if number == 0 else [])
-            if number + 1 < len(groups):
-                following = zip(groups[number + 1].tolist(), halves[(number + 1) % 2], strict=False)
-                pending = self._read_all(slot, list(following))
-            active = np.concatenate([np.array([e for e, _ in fills], np.int64), group]) if number == 0 else group
-            for expert, pages in zip(group.tolist(), halves[number % 2], strict=False):
-                self.view.set_buffer(slot, expert, pages)
-            try:
-                yield Wave(table, self._mask(table, active))
-            finally:
-                for expert in group.tolist():
-                    self.view.clear(slot, expert)
+        pending = self._read_all(slot, fills + list(zip(groups[0].tolist(), halves[0], strict=False)))
+        unsettled = fills
+        try:
+            if len(resident):
+                yield Wave(table, self._mask(table, resident))
+            for number, group in enumerate(groups):
+                self._wait_for(pending)
+                for expert, pages in unsettled:
+                    self._settle(slot, expert, pages)
+                active = np.concatenate([np.array([e for e, _ in unsettled], np.int64), group])
+                unsettled = []
+                if number + 1 < len(groups):
+                    following = zip(groups[number + 1].tolist(), halves[(number + 1) % 2], strict=False)
+                    pending = self._read_all(slot, list(following))
+                yield from self._with_buffers(slot, table, group, halves[number % 2], active)
+        finally:  # a failed read, or a step that failed in between: nothing may write to pages that others get
+            for future in pending:
+                future.exception()
+            for _, pages in unsettled:
+                self.pool.free("expert", pages)
+
+    def _with_buffers(
+        self, slot: int, table: ExpertTable, group: np.ndarray, buffers: list[np.ndarray], active: np.ndarray
+    ) -> Iterator[Wave]:
+        """One wave with the experts of `group` readable in loading buffers."""
+        for expert, pages in zip(group.tolist(), buffers, strict=False):
+            n_pages = self.layout.layers[slot].n_pages
+            self.view.place_elsewhere(slot, expert, self.pool.addresses("expert", pages[:n_pages]))
+        try:
+            yield Wave(table, self._mask(table, active))
+        finally:
+            for expert in group.tolist():
+                self.view.place_elsewhere(slot, expert, 0)
 
     @staticmethod
     def _mask(table: ExpertTable, experts: np.ndarray) -> np.ndarray:
@@ -159,12 +176,12 @@ class HostExpertStore:
                 return None
         elif not self.may_grow(n_pages):
             return None
-        return self.pool.allocate_expert(n_pages, slot)
+        return self.pool.allocate_expert(n_pages)
 
     def _take_out(self, slot: int, expert: int) -> np.ndarray:
         """Make a resident absent; returns its pages, still allocated."""
-        pages = self.view.pages(slot, expert).copy()
-        self.view.clear(slot, expert)
+        pages = self.view.place_elsewhere(slot, expert, 0)
+        assert pages is not None, "only a resident can be taken out"
         self.residency.resident[slot, expert] = False
         return pages
 
@@ -172,7 +189,7 @@ class HostExpertStore:
         """Give up the coldest residents; returns how many left. Only between steps."""
         victims = self.residency.coldest(n_experts)
         for slot, expert in victims:
-            self.pool.free_expert(self._take_out(slot, expert))
+            self.pool.free("expert", self._take_out(slot, expert))
         return len(victims)
 
     def preload(self, wanted: list[tuple[int, int]], progress: Callable[[int], None]) -> int:
@@ -197,7 +214,8 @@ class HostExpertStore:
         return self._grow(slot, sum(1 for other, _, _ in claimed if other == slot))
 
     def _settle(self, slot: int, expert: int, pages: np.ndarray) -> None:
-        self.view.set_resident(slot, expert, pages)
+        self.pool.allocator.set_owners("expert", pages, self.view.row(slot, expert))
+        self.view.place(slot, expert, pages)
         self.residency.resident[slot, expert] = True
 
     # ---- reading
@@ -223,17 +241,12 @@ class HostExpertStore:
         self.counters.read_bytes += len(targets) * self.layout.layers[slot].useful_bytes
         return [self._read(slot, expert, pages) for expert, pages in targets]
 
-    def _finish_reads(self, slot: int, pending: list[Future[None]], fills: list[tuple[int, np.ndarray]]) -> None:
-        """Wait for all reads, then make the fills resident. If one failed, the fills' pages go back first."""
-        error: BaseException | None = None
-        for future in pending:
-            error = error or future.exception()
-        if error is not None:
-            for _, pages in fills:
-                self.pool.free_expert(pages)
-            raise error
-        for expert, pages in fills:
-            self._settle(slot, expert, pages)
+    @staticmethod
+    def _wait_for(pending: list[Future[None]]) -> None:
+        """Wait for all reads; raises the first error only when none is under way any more."""
+        errors = [error for future in pending if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
 
     # ---- state
     def begin_step(self) -> None:
@@ -246,16 +259,18 @@ class HostExpertStore:
     def audit(self) -> None:
         """Raise unless table, residency and allocator tell the same story."""
         self.residency.audit()
+        self.view.audit()
         for slot, layer in enumerate(self.layout.layers):
-            has_address = (self.view.table(slot) != 0).all(axis=1)
+            has_address = (self.view.layer(slot) != 0).all(axis=1)
             resident = self.residency.resident[slot, : layer.n_experts]
             if (has_address != resident).any():
                 raise AuditError(
                     f"layer slot {slot}: {int(has_address.sum())} experts have addresses, {int(resident.sum())} are resident"
                 )
         pages = int((self.residency.resident.sum(axis=1) * self.residency.n_pages).sum())
-        if pages != self.pool.expert_pages_in_use:
-            raise AuditError(f"residents hold {pages} pages, the pool lent {self.pool.expert_pages_in_use} to experts")
+        lent = self.pool.stats()["views"]["expert"]["pages"]
+        if pages != lent:
+            raise AuditError(f"residents hold {pages} pages, the pool lent {lent} to experts")
 
 
 def spread_experts(layout: ExpertLayout) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ class Attention:
         self.weights, self.biases = self._projections(prefix, build)
         reader = build.reader
         self.output = reader.matrix(prefix + "attn_output.weight")
-        self.output_bias = reader.vector(prefix + "attn_output.bias")
+        self.output_bias = reader.required_vector(prefix + "attn_output.bias") if spec.output_bias else None
         self.q_norm = reader.vector(prefix + "attn_q_norm.weight") if spec.qk_norm != "none" else None
         self.k_norm = reader.vector(prefix + "attn_k_norm.weight") if spec.qk_norm != "none" else None
         self.sinks = reader.required_vector(prefix + "attn_sinks.weight") if spec.sinks else None
@@ -33,16 +33,18 @@ class Attention:
 
     def _projections(self, prefix: str, build: BuildContext) -> tuple[list[Weight], list[Array | None]]:
         """attn_q, attn_k, attn_v: three tensors, or row ranges of one attn_qkv (all q, all k, all v rows)."""
-        reader = build.reader
+        reader, spec = build.reader, self.spec
         names = [f"{prefix}attn_{part}" for part in "qkv"]
-        if not reader.has(prefix + "attn_qkv.weight"):
+        if not spec.fused_qkv:
             weights = [reader.matrix(name + ".weight") for name in names]
         else:
             fused = reader.matrix(prefix + "attn_qkv.weight")
             weights = [fused.rows(start, stop) for start, stop in concatenated_rows(list(self.widths))]
-        biases: list[Array | None] = [reader.vector(name + ".bias") for name in names]
-        fused_bias = reader.vector(prefix + "attn_qkv.bias")
-        if fused_bias is not None:
+        biases: list[Array | None] = [None, None, None]
+        if spec.qkv_bias == "split":
+            biases = [reader.required_vector(name + ".bias") for name in names]
+        elif spec.qkv_bias == "fused":
+            fused_bias = reader.required_vector(prefix + "attn_qkv.bias")
             biases = [fused_bias[start:stop] for start, stop in concatenated_rows(list(self.widths))]
         return weights, biases
 

@@ -64,12 +64,12 @@ class MoeFfn:
         self.experts = build.experts
         prefix, reader, d = f"blk.{index}.", build.reader, build.config.n_embd
         self.router = reader.matrix(prefix + "ffn_gate_inp.weight")
-        self.router_bias = reader.vector(prefix + "ffn_gate_inp.bias")
-        self.selection_bias = reader.vector(prefix + "exp_probs_b.bias")
+        self.router_bias = reader.required_vector(prefix + "ffn_gate_inp.bias") if spec.expert_bias else None
+        self.selection_bias = reader.required_vector(prefix + "exp_probs_b.bias") if spec.selection_bias else None
         self.expert_width = spec.latent_size or d
         self.latent = (
             (reader.matrix(prefix + "ffn_latent_down.weight"), reader.matrix(prefix + "ffn_latent_up.weight"))
-            if spec.latent_size and reader.has(prefix + "ffn_latent_down.weight")
+            if spec.latent_size
             else None
         )
         self.shared: DenseFfn | None = None

@@ -19,9 +19,8 @@ class Model:
         self.max_logit_rows = max_logit_rows
         reader, d = build.reader, self.config.n_embd
         self.embedding = reader.matrix("token_embd.weight")
-        tied = not reader.has("output.weight")
-        self.head = self.embedding if tied else reader.matrix("output.weight")
-        self.head_bias = reader.vector("output.bias")
+        self.head = self.embedding if self.config.tied_head else reader.matrix("output.weight")
+        self.head_bias = reader.required_vector("output.bias") if self.config.output_bias else None
         self.output_norm = reader.required_vector(self.config.output_norm)
         self.workspace.need_array("x", d)
         self.workspace.need_act("normed", d)

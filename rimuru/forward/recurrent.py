@@ -39,7 +39,7 @@ class DeltaNet:
     def _input_projections(self, prefix: str, build: BuildContext) -> tuple[Weight, Weight]:
         """attn_qkv and attn_gate, or their rows picked out of the older ssm_in (per key head: q, k, v, z)."""
         reader, spec = build.reader, self.spec
-        if not reader.has(prefix + "ssm_in.weight"):
+        if not spec.fused_in:
             return reader.matrix(prefix + "attn_qkv.weight"), reader.matrix(prefix + "attn_gate.weight")
         d, ratio = spec.head_dim, spec.n_value_heads // spec.n_key_heads
         rows = np.arange(spec.n_key_heads * (2 + 2 * ratio) * d).reshape(spec.n_key_heads, -1)
@@ -51,7 +51,7 @@ class DeltaNet:
     def _beta_alpha(self, prefix: str, build: BuildContext) -> tuple[Weight, Weight]:
         """ssm_beta and ssm_alpha, or their rows picked out of ssm_ba (per key head: r beta rows, r alpha rows)."""
         reader, spec = build.reader, self.spec
-        if not reader.has(prefix + "ssm_ba.weight"):
+        if not spec.fused_ba:
             return reader.matrix(prefix + "ssm_beta.weight"), reader.matrix(prefix + "ssm_alpha.weight")
         ratio = spec.n_value_heads // spec.n_key_heads
         rows = np.arange(2 * spec.n_value_heads).reshape(spec.n_key_heads, 2, ratio)
