@@ -9,6 +9,7 @@
 // through `partials`. Both ways give the same bits, so a result does not depend on the grid, the batch or the pages.
 //
 // -D  KEY_DIM, VALUE_DIM (multiples of 8), GROUP (1 to 16), ELEMENT 0 f16, 1 bf16, 2 f32
+//     VALUES_ARE_KEYS 1: no stored values, a key's first VALUE_DIM elements are its value (latent attention)
 // Bytes moved: every visible K and V row once per KV head and token.
 
 #include "attention/element.cuh"
@@ -18,7 +19,7 @@
 #include "common/paged.cuh"
 #include "common/warp.cuh"
 
-#define THREADS 128
+#define THREADS (VALUE_DIM > 256 ? 256 : 128)
 #define WARPS (THREADS / 32)
 #define MAX_SPLITS 32
 #define UNIT 64
@@ -33,7 +34,15 @@
 #define TILE 16
 #endif
 #define K_STRIDE (KEY_BYTES + 16)  // bytes; 16 more than a row, so that a column of keys meets all banks
+#if VALUES_ARE_KEYS
+#define V_OFFSET 0
+#define V_STRIDE K_STRIDE
+#define STAGE_BYTES (TILE * K_STRIDE)
+#else
+#define V_OFFSET (TILE * K_STRIDE)
+#define V_STRIDE VALUE_BYTES
 #define STAGE_BYTES (TILE * (K_STRIDE + VALUE_BYTES))
+#endif
 // scores: PARTS neighbouring threads share a key, each takes every PARTS-th 16-byte chunk
 #define PARTS (THREADS / TILE)
 #define CHUNK (16 / ELEMENT_BYTES)
@@ -66,16 +75,15 @@ __device__ __forceinline__ void find_rows(Shared& s, int stage, const KvView& kv
 
 __device__ __forceinline__ void fetch_tile(const Shared& s, int stage, char* tiles) {
     char* k = tiles + stage * STAGE_BYTES;
-    char* v = k + TILE * K_STRIDE;
     for (int i = threadIdx.x; i < TILE * K_CHUNKS; i += THREADS) {
         int row = i / K_CHUNKS, chunk = (i % K_CHUNKS) * 16;
         const char* from = s.key_rows[stage][row];
         copy16_async(k + row * K_STRIDE + chunk, from ? from + chunk : nullptr);
     }
-    for (int i = threadIdx.x; i < TILE * (VALUE_BYTES / 16); i += THREADS) {
+    for (int i = threadIdx.x; !VALUES_ARE_KEYS && i < TILE * (VALUE_BYTES / 16); i += THREADS) {
         int row = i / (VALUE_BYTES / 16), chunk = (i % (VALUE_BYTES / 16)) * 16;
         const char* from = s.value_rows[stage][row];
-        copy16_async(v + row * VALUE_BYTES + chunk, from ? from + chunk : nullptr);
+        copy16_async(k + V_OFFSET + row * V_STRIDE + chunk, from ? from + chunk : nullptr);
     }
     commit_copies();
 }
@@ -139,7 +147,7 @@ __device__ __forceinline__ void softmax_tile(Shared& s) {
 
 __device__ __forceinline__ void gather_tile(const Shared& s, int stage, const char* tiles, int pair, int set,
                                             float2 (&vector)[HEADS_EACH]) {
-    const char* v = tiles + stage * STAGE_BYTES + TILE * K_STRIDE + pair * 2 * ELEMENT_BYTES;
+    const char* v = tiles + stage * STAGE_BYTES + V_OFFSET + pair * 2 * ELEMENT_BYTES;
 #pragma unroll
     for (int i = 0; i < HEADS_EACH; i++) {
         float shrink = s.rescale[min(set * HEADS_EACH + i, GROUP - 1)];
@@ -148,7 +156,7 @@ __device__ __forceinline__ void gather_tile(const Shared& s, int stage, const ch
     }
 #pragma unroll 4
     for (int key = 0; key < TILE; key++) {
-        float2 value = load_pair(v + key * VALUE_BYTES);
+        float2 value = load_pair(v + key * V_STRIDE);
 #pragma unroll
         for (int i = 0; i < HEADS_EACH; i++) {
             float w = s.weights[key][min(set * HEADS_EACH + i, GROUP - 1)];
