@@ -14,10 +14,74 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rimuru.arch.spec import (
+    AttentionSpec,
+    CompressedAttentionSpec,
+    DeltaNetSpec,
+    Mamba1Spec,
+    Mamba2Spec,
+    Mixer,
+    MlaSpec,
+    ShortConvSpec,
+)
+from rimuru.base.units import ceil_div
 from rimuru.formats.quants import QuantFormat
 
 PageKind = Literal["expert", "ssm", "kv", "conv"]
 ProjectionName = Literal["gate", "up", "down"]
+STATE_ELEMENT_BYTES = 4
+"""Recurrent and convolution states are float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvGeometry:
+    """What attention layers must share to share KV pages. Elements of one token and layer: token_elements."""
+
+    n_head_kv: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+
+    @property
+    def token_elements(self) -> int:
+        return self.n_head_kv * (self.key_dim + self.value_dim)
+
+
+def kv_geometries(mixer: Mixer | None) -> tuple[KvGeometry, ...]:
+    """What a mixer keeps per token; empty for recurrent ones. Compressed attention: window, then older blocks."""
+    if isinstance(mixer, AttentionSpec):
+        return (KvGeometry(mixer.n_head_kv, mixer.key_dim, mixer.value_dim, mixer.window),)
+    if isinstance(mixer, MlaSpec):
+        return (KvGeometry(1, mixer.kv_lora_rank + mixer.rope.n_rot, 0, None),)
+    if isinstance(mixer, CompressedAttentionSpec):
+        inside = KvGeometry(1, mixer.head_dim, 0, mixer.window)
+        if mixer.compress_ratio == 0:
+            return (inside,)
+        # One entry per compress_ratio tokens; counted as the elements that a token adds on average.
+        per_block = mixer.head_dim + (mixer.index_dim if mixer.compress_ratio == 4 else 0)
+        return inside, KvGeometry(1, ceil_div(per_block, mixer.compress_ratio), 0, None)
+    return ()
+
+
+def state_bytes(mixer: Mixer | None) -> int:
+    """Bytes of a mixer's recurrent state of one sequence; 0 where it has none."""
+    elements = 0
+    if isinstance(mixer, DeltaNetSpec):
+        elements = mixer.n_value_heads * mixer.head_dim * mixer.head_dim
+    elif isinstance(mixer, (Mamba1Spec, Mamba2Spec)):
+        elements = mixer.inner_size * mixer.state_size
+    elif isinstance(mixer, CompressedAttentionSpec) and mixer.compress_ratio == 128:
+        elements = mixer.compress_ratio * 2 * mixer.head_dim
+    return elements * STATE_ELEMENT_BYTES
+
+
+def conv_shape(mixer: Mixer | None) -> tuple[int, int] | None:
+    """(rows, bytes of a row) of a mixer's convolution state of one sequence; None where it has none."""
+    if isinstance(mixer, (DeltaNetSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec)):
+        return mixer.conv_kernel - 1, mixer.conv_channels * STATE_ELEMENT_BYTES
+    if isinstance(mixer, CompressedAttentionSpec) and mixer.compress_ratio == 4:
+        return 2 * mixer.compress_ratio, 2 * 2 * (mixer.head_dim + mixer.index_dim) * STATE_ELEMENT_BYTES
+    return None
 
 
 @dataclass(frozen=True, slots=True)
