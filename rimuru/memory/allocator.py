@@ -7,13 +7,15 @@ none) for reports and for planning moves. Calls succeed whole or change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
 from rimuru.base.errors import AuditError
+from rimuru.base.units import ceil_div
 from rimuru.memory import allocator_jit as jit
+from rimuru.memory import allocator_runs_jit as runs_jit
 from rimuru.memory.allocator_audit_jit import FAULTS
 from rimuru.memory.allocator_audit_jit import audit as audit_state
 from rimuru.memory.specs import PageKind, PoolLayout
@@ -178,6 +180,16 @@ class PageAllocator:
         """True where `allocate(kind, n)` would succeed."""
         return n <= self.free_pages(kind)
 
+    def huge_needed(self, needs: Mapping[PageKind, int]) -> int:
+        """Huge pages that an empty pool would split for so many ids of each kind."""
+        l2_pages = dict.fromkeys(("expert", "ssm", "slab"), 0)
+        for kind, n in needs.items():
+            if kind in l2_pages:
+                l2_pages[kind] += n
+            elif n:
+                l2_pages[parent_kind(self.layout, kind)] += ceil_div(n, self.per_parent(kind))  # type: ignore[arg-type]
+        return sum(ceil_div(n, self.per_huge(kind)) for kind, n in l2_pages.items() if n)
+
     def pages_in_use(self, kind: str) -> int:
         """Allocated ids of a kind."""
         return int(self._meta[KIND_NUMBER[kind], jit.USED])
@@ -236,7 +248,7 @@ class PageAllocator:
         """Expert page ids int32 [n_pages], neighbours where a bounded search finds them, else scattered; or None."""
         self._number("expert")
         ids = np.empty(n_pages, np.int32)
-        if n_pages > 0 and jit.allocate_side_by_side(self._state, n_pages, owner, ids):
+        if n_pages > 0 and runs_jit.allocate_side_by_side(self._state, n_pages, owner, ids):
             return ids
         return self.allocate("expert", n_pages, owner)
 
@@ -303,11 +315,11 @@ class PageAllocator:
 
     def isolate(self, kind: str, pages: Ids) -> None:
         """Pages ("huge", or an L2 kind's pages that are split) offer nothing any more; what is in them stays."""
-        jit.set_attached(self._state, KIND_NUMBER[kind], np.ascontiguousarray(pages, np.int32), False)
+        runs_jit.set_attached(self._state, KIND_NUMBER[kind], np.ascontiguousarray(pages, np.int32), False)
 
     def rejoin(self, kind: str, pages: Ids) -> None:
         """End of `isolate`: free huge pages return to the pool, partly used pages offer their rest again."""
-        jit.set_attached(self._state, KIND_NUMBER[kind], np.ascontiguousarray(pages, np.int32), True)
+        runs_jit.set_attached(self._state, KIND_NUMBER[kind], np.ascontiguousarray(pages, np.int32), True)
 
     def commit_move(self, kind: str, sources: Ids) -> None:
         """Contents have been copied and tables flipped: the reserved targets live on, the sources are given back."""

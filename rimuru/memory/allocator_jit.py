@@ -37,8 +37,6 @@ S_FREE, S_USED, S_SPLIT, S_HELD, S_MARK = range(5)
 
 DETACHED = -3
 WORD = 62  # fill levels per word of bits; below 63 so that masks stay positive
-RUN_TRIES = 8  # partly used huge pages searched for neighbouring pages
-RUN_SCAN = 1024  # pages searched beyond those
 
 
 class State(NamedTuple):
@@ -63,7 +61,7 @@ def _top_bit(x):
 
 
 @njit(cache=True, nogil=True, fastmath=False)
-def _fullest(s, kind, most_used):
+def fullest(s, kind, most_used):
     """The fullest partly used, attached parent with at most `most_used` children in use; -1 = none."""
     at = s.meta[kind, BITS_AT]
     w = most_used // WORD
@@ -77,7 +75,7 @@ def _fullest(s, kind, most_used):
 
 
 @njit(cache=True, nogil=True, fastmath=False)
-def _link(s, kind, p):
+def link(s, kind, p):
     """Hang parent p into the bucket of its fill level; full parents hang nowhere."""
     at = s.meta[kind, PARENT_AT]
     used = s.parent[at + p, P_USED]
@@ -95,7 +93,7 @@ def _link(s, kind, p):
 
 
 @njit(cache=True, nogil=True, fastmath=False)
-def _unlink(s, kind, p):
+def unlink(s, kind, p):
     """Take parent p out of its bucket."""
     at = s.meta[kind, PARENT_AT]
     used = s.parent[at + p, P_USED]
@@ -114,7 +112,7 @@ def _unlink(s, kind, p):
 
 
 @njit(cache=True, nogil=True, fastmath=False)
-def _ring_remove(s, huge):
+def ring_remove(s, huge):
     """Take a free huge page out of the ring of free ones."""
     at = s.meta[HUGE, CHILD_AT]
     before = s.child[at + huge, PREV]
@@ -125,7 +123,7 @@ def _ring_remove(s, huge):
 
 
 @njit(cache=True, nogil=True, fastmath=False)
-def _ring_insert(s, huge):
+def ring_insert(s, huge):
     """Give a huge page back: low addresses to the front (experts take there), high ones to the back (states)."""
     at = s.meta[HUGE, CHILD_AT]
     ring = s.meta[HUGE, N_CHILD]
@@ -153,9 +151,9 @@ def _open(s, kind, p):
 
 
 @njit(cache=True, nogil=True, fastmath=False)
-def _split_huge(s, kind, huge):
+def split_huge(s, kind, huge):
     """Split a free huge page into L2 pages."""
-    _ring_remove(s, huge)
+    ring_remove(s, huge)
     s.child[s.meta[HUGE, CHILD_AT] + huge, STATE] = S_SPLIT
     _open(s, kind, huge)
 
@@ -165,7 +163,7 @@ def _any_huge(s, kind, from_front):
     """Split some free huge page (there is one); its number."""
     ring = s.meta[HUGE, CHILD_AT] + s.meta[HUGE, N_CHILD]
     huge = s.child[ring, NEXT] if from_front else s.child[ring, PREV]
-    _split_huge(s, kind, huge)
+    split_huge(s, kind, huge)
     return huge
 
 
@@ -204,14 +202,14 @@ def _push(s, kind, p, c):
 
 
 @njit(cache=True, nogil=True, fastmath=False)
-def _take(s, kind, c, owner):
+def take(s, kind, c, owner):
     """Allocate exactly child c, which is free in an attached, split parent."""
     at = s.meta[kind, CHILD_AT]
     n_child = s.meta[kind, N_CHILD]
     p = c // n_child
     rec = s.meta[kind, PARENT_AT] + p
     if s.parent[rec, P_USED] > 0:
-        _unlink(s, kind, p)
+        unlink(s, kind, p)
     while s.parent[rec, P_FRESH] <= c % n_child:
         _push(s, kind, p, p * n_child + s.parent[rec, P_FRESH])
         s.parent[rec, P_FRESH] += 1
@@ -228,27 +226,27 @@ def _take(s, kind, c, owner):
     s.parent[rec, P_USED] += 1
     s.meta[kind, FREE] -= 1
     s.meta[kind, USED] += 1
-    _link(s, kind, p)
+    link(s, kind, p)
 
 
 @njit(cache=True, nogil=True, fastmath=False)
 def _parent_for(s, kind):
     """A parent with room, out of its bucket: the fullest partly used one, else one split on demand."""
-    p = _fullest(s, kind, s.meta[kind, N_CHILD] - 1)
+    p = fullest(s, kind, s.meta[kind, N_CHILD] - 1)
     if p >= 0:
-        _unlink(s, kind, p)
+        unlink(s, kind, p)
         return p
     above = s.meta[kind, PARENT]
     if above == HUGE:
         return _any_huge(s, kind, kind == EXPERT)
-    h = _fullest(s, above, s.meta[above, N_CHILD] - 1)
+    h = fullest(s, above, s.meta[above, N_CHILD] - 1)
     if h >= 0:
-        _unlink(s, above, h)
+        unlink(s, above, h)
     else:
         h = _any_huge(s, above, False)
     p = _pop(s, above, h, S_SPLIT, -1)
     s.meta[above, FREE] -= 1
-    _link(s, above, h)
+    link(s, above, h)
     _open(s, kind, p)
     return p
 
@@ -260,12 +258,12 @@ def _settle(s, kind, p, n_back):
         rec = s.meta[kind, PARENT_AT] + p
         attached = s.parent[rec, P_PREV] != DETACHED
         if attached:
-            _unlink(s, kind, p)
+            unlink(s, kind, p)
             s.meta[kind, FREE] += n_back
         s.parent[rec, P_USED] -= n_back
         if s.parent[rec, P_USED] > 0:
             if attached:
-                _link(s, kind, p)
+                link(s, kind, p)
             return
         if attached:
             s.meta[kind, FREE] -= s.meta[kind, N_CHILD]
@@ -273,7 +271,7 @@ def _settle(s, kind, p, n_back):
         above = s.meta[kind, PARENT]
         if above == HUGE:
             if attached:
-                _ring_insert(s, p)
+                ring_insert(s, p)
             else:
                 s.child[s.meta[HUGE, CHILD_AT] + p, STATE] = S_HELD
             return
@@ -309,7 +307,7 @@ def allocate(s, kind, owner, out):
         while done < stop:
             out[done] = _pop(s, kind, p, S_USED, owner)
             done += 1
-        _link(s, kind, p)
+        link(s, kind, p)
     return True
 
 
@@ -339,128 +337,3 @@ def free(s, kind, ids):
     if n > 0:
         s.meta[kind, CURSOR] = ids[0]
     return -1
-
-
-@njit(cache=True, nogil=True, fastmath=False)
-def _is_open_slot(s, c):
-    """True where expert page c is free: in a free huge page, or in an attached one split into expert pages."""
-    h = c // s.meta[EXPERT, N_CHILD]
-    state = s.child[s.meta[HUGE, CHILD_AT] + h, STATE]
-    if state == S_FREE:
-        return True
-    if state != S_SPLIT:
-        return False
-    rec = s.meta[EXPERT, PARENT_AT] + h
-    if s.parent[rec, P_USED] == 0 or s.parent[rec, P_PREV] == DETACHED:
-        return False
-    return s.child[s.meta[EXPERT, CHILD_AT] + c, STATE] == S_FREE
-
-
-@njit(cache=True, nogil=True, fastmath=False)
-def _find_run(s, start, stop, n):
-    """First expert page of n neighbouring free ones within start..stop; -1 = none."""
-    length = 0
-    for c in range(start, stop):
-        length = length + 1 if _is_open_slot(s, c) else 0
-        if length == n:
-            return c - n + 1
-    return -1
-
-
-@njit(cache=True, nogil=True, fastmath=False)
-def allocate_side_by_side(s, n, owner, out):
-    """Fill out with n neighbouring expert pages. False, and nothing changed, where a bounded search finds none.
-
-    First in the fullest huge pages that have room, then in a free huge page, then around the last freed pages, then
-    from the first free huge page on.
-    """
-    n_child = s.meta[EXPERT, N_CHILD]
-    first = -1
-    if n <= n_child:
-        level = n_child - n
-        h = _fullest(s, EXPERT, level)
-        for _ in range(RUN_TRIES):
-            if h < 0:
-                break
-            first = _find_run(s, h * n_child, (h + 1) * n_child, n)
-            if first >= 0:
-                break
-            rec = s.meta[EXPERT, PARENT_AT] + h
-            level = s.parent[rec, P_USED] - 1
-            h = s.parent[rec, P_NEXT]
-            if h < 0 and level > 0:
-                h = _fullest(s, EXPERT, level)
-        if first < 0 and s.meta[HUGE, FREE] > 0:
-            first = s.child[s.meta[HUGE, CHILD_AT] + s.meta[HUGE, N_CHILD], NEXT] * n_child
-    n_pages = s.meta[EXPERT, N_PARENTS] * n_child
-    if first < 0:
-        start = max(0, s.meta[EXPERT, CURSOR] - n)  # n before, so that a run beginning earlier is found
-        first = _find_run(s, start, min(n_pages, start + RUN_SCAN), n)
-    if first < 0 and s.meta[HUGE, FREE] > 0:
-        start = s.child[s.meta[HUGE, CHILD_AT] + s.meta[HUGE, N_CHILD], NEXT] * n_child
-        first = _find_run(s, start, min(n_pages, start + RUN_SCAN), n)
-    if first < 0:
-        return False
-    for i in range(n):
-        c = first + i
-        h = c // n_child
-        if s.child[s.meta[HUGE, CHILD_AT] + h, STATE] == S_FREE:
-            _split_huge(s, EXPERT, h)
-        _take(s, EXPERT, c, owner)
-        out[i] = c
-    s.meta[EXPERT, CURSOR] = first + n
-    return True
-
-
-@njit(cache=True, nogil=True, fastmath=False)
-def _detach(s, kind, p):
-    rec = s.meta[kind, PARENT_AT] + p
-    if s.parent[rec, P_USED] > 0 and s.parent[rec, P_PREV] != DETACHED:
-        _unlink(s, kind, p)
-        s.meta[kind, FREE] -= s.meta[kind, N_CHILD] - s.parent[rec, P_USED]
-        s.parent[rec, P_PREV] = DETACHED
-
-
-@njit(cache=True, nogil=True, fastmath=False)
-def _attach(s, kind, p):
-    rec = s.meta[kind, PARENT_AT] + p
-    if s.parent[rec, P_USED] > 0 and s.parent[rec, P_PREV] == DETACHED:
-        s.meta[kind, FREE] += s.meta[kind, N_CHILD] - s.parent[rec, P_USED]
-        s.parent[rec, P_PREV] = -1
-        _link(s, kind, p)
-
-
-@njit(cache=True, nogil=True, fastmath=False)
-def set_attached(s, kind, parents, attached):
-    """Detach parents and the split pages in them, so that they offer no page, or attach them again.
-
-    kind HUGE: `parents` are huge pages; free ones are held (S_HELD) or released. L2 kinds: pages split into L3.
-    """
-    for i in range(parents.shape[0]):
-        p = parents[i]
-        if kind == HUGE:
-            state = s.child[s.meta[HUGE, CHILD_AT] + p, STATE]
-            if state == S_FREE and not attached:
-                _ring_remove(s, p)
-                s.child[s.meta[HUGE, CHILD_AT] + p, STATE] = S_HELD
-            elif state == S_HELD and attached:
-                _ring_insert(s, p)
-        for below in range(EXPERT, N_KINDS):
-            n_child = s.meta[below, N_CHILD]
-            if n_child == 0 or s.meta[below, PARENT] != kind:
-                continue
-            used = s.parent[s.meta[below, PARENT_AT] + p, P_USED]
-            if attached:
-                _attach(s, below, p)
-            else:
-                _detach(s, below, p)
-            if kind != HUGE or used == 0:
-                continue
-            for leaf in range(KV, N_KINDS):
-                if s.meta[leaf, N_CHILD] == 0 or s.meta[leaf, PARENT] != below:
-                    continue
-                for c in range(p * n_child, (p + 1) * n_child):
-                    if attached:
-                        _attach(s, leaf, c)
-                    else:
-                        _detach(s, leaf, c)

@@ -1,0 +1,205 @@
+"""Moving pages so that larger ones become free, or so that the pool's end becomes empty.
+
+A plan is a transaction over the allocator's real state. Making it isolates the places to empty (they offer no page any
+more) and reserves a target for every page that must survive. Then, for each move: copy the bytes, flip the table
+entry, `commit`. `finish` returns the emptied places to the pool; `cancel` undoes what has not been committed. Whoever
+gives content up (a cold expert) frees it before asking for a plan: what is still allocated survives.
+
+    isolate + reserve -> copy -> flip -> commit (frees the sources) -> finish
+                    \\-> cancel (frees the targets)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from rimuru.memory.allocator import KIND_NUMBER, PageAllocator, parent_kind
+from rimuru.memory.specs import PageKind
+
+if TYPE_CHECKING:
+    from rimuru.memory.page_pool import PagePool
+    from rimuru.ops.base import Copier
+
+ATTEMPTS = 4
+
+
+class Move(NamedTuple):
+    """Pages of one kind: the content of sources[i] goes to targets[i], which is reserved. int32 [n] each."""
+
+    kind: PageKind
+    sources: np.ndarray
+    targets: np.ndarray
+
+
+@dataclass(slots=True)
+class MovePlan:
+    """Moves that are reserved, and what becomes free by them."""
+
+    allocator: PageAllocator
+    moves: list[Move] = field(default_factory=list)
+    huge: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    """Huge pages that become free."""
+    l2_kind: str = ""
+    l2_pages: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    """Pages of l2_kind, now split, that become free besides."""
+    hold: bool = False
+    """Emptied huge pages leave the pool (shrinking) instead of returning to it."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes to copy."""
+        return sum(len(m.sources) * self.allocator.unit_bytes(m.kind) for m in self.moves)
+
+    def commit(self, move: Move) -> None:
+        """The bytes are copied and the tables flipped: give the sources back."""
+        self.allocator.commit_move(move.kind, move.sources)
+        self.moves.remove(move)
+
+    def cancel(self) -> None:
+        """Give back the targets of the moves that were not committed, and end the isolation."""
+        for move in self.moves:
+            self.allocator.free(move.kind, move.targets)
+        self.moves.clear()
+        self.hold = False
+        self.finish()
+
+    def finish(self) -> None:
+        """End the isolation; emptied places are free now (unless they leave the pool)."""
+        if self.l2_pages.size:
+            self.allocator.rejoin(self.l2_kind, self.l2_pages)
+        if self.huge.size and not self.hold:
+            self.allocator.rejoin("huge", self.huge)
+
+    def _reserve(self) -> bool:
+        """Isolate the places and reserve targets for everything alive in them; False, undone, where room lacks."""
+        allocator = self.allocator
+        live = allocator.live_pages(self.huge)
+        for leaf in _leaves(allocator, self.l2_kind) if self.l2_pages.size else ():
+            live[leaf] = np.concatenate([live[leaf], allocator.live_children(leaf, self.l2_pages)])
+        if self.l2_pages.size:
+            allocator.isolate(self.l2_kind, self.l2_pages)
+        allocator.isolate("huge", self.huge)
+        for kind, sources in live.items():
+            if not sources.size:
+                continue
+            targets = allocator.allocate(kind, sources.size)
+            if targets is None:
+                self.cancel()
+                return False
+            allocator.set_owners(kind, targets, allocator.owners(kind, sources))
+            self.moves.append(Move(kind, sources, targets))
+        return True
+
+
+def _leaves(allocator: PageAllocator, l2_kind: str) -> list[PageKind]:
+    leaves: tuple[PageKind, ...] = ("kv", "conv")
+    return [leaf for leaf in leaves if allocator.has(leaf) and parent_kind(allocator.layout, leaf) == l2_kind]  # type: ignore[arg-type]
+
+
+def plan_shrink(allocator: PageAllocator, n_huge: int) -> MovePlan | None:
+    """Empty the huge pages from n_huge on. None where what lives there does not fit elsewhere.
+
+    `allocator.live_pages(range(n_huge, allocator.n_huge))` names what would have to be given up then. After the last
+    commit `allocator.shrink(n_huge)` ends it.
+    """
+    plan = MovePlan(allocator, huge=np.arange(n_huge, allocator.n_huge, dtype=np.int32), hold=True)
+    return plan if plan._reserve() else None
+
+
+def plan_compaction(
+    allocator: PageAllocator, kind: PageKind, n_wanted: int, cost: np.ndarray | None = None
+) -> MovePlan | None:
+    """Moves after which n_wanted pages of a kind can be allocated; None where no moves lead there.
+
+    cost: float [n_huge], what it costs to empty each huge page (default: the bytes that must move); infinite = never.
+    First, pages of the L2 kind concerned that hold few L3 pages are emptied into others of their kind; then the
+    cheapest huge pages that are split into something else. A plan without moves means that there is room already.
+    """
+    l2_kind = kind if kind in ("expert", "ssm") else parent_kind(allocator.layout, kind)  # type: ignore[arg-type]
+    per_l2 = 1 if kind == l2_kind else allocator.per_parent(kind)
+    if cost is None:
+        cost = allocator.live_bytes_by_huge()
+    huge_order = _cheapest_huge(allocator, l2_kind, cost)
+    n_huge = 0
+    for _ in range(ATTEMPTS):
+        n_lacking = n_wanted - allocator.free_pages(kind)
+        plan = MovePlan(allocator, l2_kind=l2_kind)
+        if n_lacking <= 0:
+            return plan
+        plan.l2_pages = _sparse_pages(allocator, kind, l2_kind, -(-n_lacking // per_l2))
+        n_lacking -= plan.l2_pages.size * per_l2
+        n_huge = max(n_huge, -(-n_lacking // (per_l2 * allocator.per_huge(l2_kind))))
+        if n_huge > huge_order.size:
+            return None
+        plan.huge = huge_order[:n_huge]
+        if not plan._reserve():
+            return None
+        gain = per_l2 * (plan.l2_pages.size + plan.huge.size * allocator.per_huge(l2_kind))
+        n_short = n_wanted - allocator.free_pages(kind) - gain
+        if n_short <= 0:
+            return plan
+        plan.cancel()  # reserving split further pages: empty more
+        n_huge += -(-n_short // (per_l2 * allocator.per_huge(l2_kind)))
+    return None
+
+
+def _cheapest_huge(allocator: PageAllocator, l2_kind: str, cost: np.ndarray) -> np.ndarray:
+    """Huge pages split into another kind than l2_kind, the cheapest to empty first."""
+    split = allocator.split_kind()
+    candidates = np.flatnonzero((split != 0) & (split != KIND_NUMBER[l2_kind]) & np.isfinite(cost))
+    return candidates[np.argsort(cost[candidates], kind="stable")].astype(np.int32)
+
+
+def _sparse_pages(allocator: PageAllocator, kind: PageKind, l2_kind: str, n_wanted: int) -> np.ndarray:
+    """Up to n_wanted split pages of l2_kind, the emptiest first, whose content fits in other pages split alike."""
+    chosen: list[np.ndarray] = []
+    for leaf in _leaves(allocator, l2_kind):
+        if leaf == kind:
+            continue
+        used = allocator.fill_levels(leaf).astype(np.int64)
+        partial = np.flatnonzero((used > 0) & (used < allocator.per_parent(leaf)))
+        order = partial[np.argsort(used[partial], kind="stable")]
+        room = (allocator.per_parent(leaf) - used[order]).sum() - np.cumsum(allocator.per_parent(leaf) - used[order])
+        n_fitting = int((np.cumsum(used[order]) <= room).sum())
+        take = order[: min(n_fitting, n_wanted)]
+        n_wanted -= take.size
+        chosen.append(take)
+    return np.concatenate(chosen).astype(np.int32) if chosen else np.empty(0, np.int32)
+
+
+def execute(
+    plan: MovePlan, pool: PagePool, copier: Copier, flip: Mapping[str, Callable[[np.ndarray, np.ndarray], None]]
+) -> None:
+    """Carry a plan out between two steps: queue all copies, wait, flip(sources, targets) per kind, commit, finish.
+
+    A failing copy cancels the plan: the tables still name the sources.
+    """
+    try:
+        for move in plan.moves:
+            n_bytes = plan.allocator.unit_bytes(move.kind)
+            pairs = zip(pool.addresses(move.kind, move.targets), pool.addresses(move.kind, move.sources), strict=True)
+            for target, source in pairs:
+                copier.copy_within(int(target), int(source), n_bytes)
+        copier.wait()
+    except Exception:
+        plan.cancel()
+        raise
+    for move in list(plan.moves):
+        flip[move.kind](move.sources, move.targets)
+        plan.commit(move)
+    plan.finish()
+
+
+def expert_cost_by_huge(allocator: PageAllocator, cost_of_owner: np.ndarray) -> np.ndarray:
+    """float64 [n_huge]: what giving up the expert pages in each huge page costs, from a cost per page by owner tag.
+
+    Expert pages without an owner (loading buffers) must stay: infinite.
+    """
+    pages = allocator.live_pages(np.arange(allocator.n_huge))["expert"]
+    owners = allocator.owners("expert", pages)
+    page_cost = np.where(owners >= 0, cost_of_owner[np.maximum(owners, 0)], np.inf)
+    return np.bincount(pages // allocator.per_huge("expert"), weights=page_cost, minlength=allocator.n_huge)

@@ -1,0 +1,298 @@
+"""KvCache: block tables of sequences, shared prefixes, windows. One group of attention layers = one row of pages.
+
+Pages of a sequence in a group with page_tokens = 4 and a window, after 19 tokens (unit = 8 tokens):
+
+    column      0     1     2     3     4
+    page       -1    -1    p2    p3    p4          -1: left the window
+    held by    unit 0 (-)  unit 1 (b)  own         b: a block, findable by its hash, perhaps shared
+
+Columns of a finished unit belong to a block, later ones to the sequence alone: tokens after a shared prefix are
+always written to the sequence's own pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rimuru.base.errors import AuditError
+from rimuru.base.units import ceil_div
+from rimuru.memory.page_pool import PagePool
+from rimuru.memory.prefix import Block, PrefixIndex, chain_hash, root_hash, unit_hashes, unit_tokens
+from rimuru.memory.specs import KvLayout
+from rimuru.memory.views import KVView
+
+SHARED_OWNER = -1
+
+
+@dataclass(slots=True)
+class KvSequence:
+    """What KvCache knows of one sequence. Lists are per group."""
+
+    slot: int
+    hash: bytes
+    """Of the finished units."""
+    n_tokens: int = 0
+    unit_tail: list[int] = field(default_factory=list)
+    """Token ids after the last finished unit."""
+    n_columns: list[int] = field(default_factory=list)
+    """Columns that have (or had) a page."""
+    first_column: list[int] = field(default_factory=list)
+    """Columns before this one have been given back."""
+    blocks: list[list[Block | None]] = field(default_factory=list)
+    """Per finished unit; None = the sequence's own pages, or given back."""
+
+
+class KvCache:
+    """KV pages of all sequences of one model."""
+
+    def __init__(self, pool: PagePool, layout: KvLayout, prefix_cache: bool, salt: bytes) -> None:
+        self.pool = pool
+        self.layout = layout
+        self.view = KVView(pool, layout)
+        self.index = PrefixIndex()
+        self.prefix_cache = prefix_cache
+        self.n_unit = unit_tokens(layout)
+        self.root = root_hash(salt)
+        self.unit_columns = [self.n_unit // group.page_tokens for group in layout.groups]
+        self.on_evict: Callable[[bytes], None] | None = None
+        """Told the hash of a prefix whose pages are forgotten."""
+
+    # ---- prefixes
+    def open(self, slot: int) -> KvSequence:
+        """An empty sequence."""
+        n_groups = len(self.layout.groups)
+        for group in self.view.groups:
+            group.reserve(slot + 1, 1)
+            group.clear(slot)
+        return KvSequence(
+            slot, self.root, n_columns=[0] * n_groups, first_column=[0] * n_groups, blocks=[[] for _ in range(n_groups)]
+        )
+
+    def match(self, token_ids: np.ndarray, n_units: int) -> list[tuple[bytes, bool]]:
+        """(hash, whether it can be continued from there) of each known unit among the first n_units.
+
+        A unit is known while all groups without a window have its pages; it can be continued from where every group
+        with a window also has all pages that the next token sees.
+        """
+        found: list[tuple[bytes, bool]] = []
+        if not self.prefix_cache:
+            return found
+        full = [g for g, group in enumerate(self.layout.groups) if group.window is None]
+        windowed = [g for g, group in enumerate(self.layout.groups) if group.window is not None]
+        seen: list[list[bool]] = [[] for _ in self.layout.groups]
+        for key in unit_hashes(self.root, token_ids, n_units, self.n_unit):
+            blocks = [self.index.get(g, key) for g in range(len(self.layout.groups))]
+            if any(blocks[g] is None for g in full) or all(block is None for block in blocks):
+                break
+            for g in windowed:
+                block = blocks[g]
+                seen[g].extend([False] * self.unit_columns[g] if block is None else (block.pages >= 0).tolist())
+            n_tokens = (len(found) + 1) * self.n_unit
+            found.append((key, all(all(seen[g][self._first_visible(g, n_tokens) :]) for g in windowed)))
+        return found
+
+    def adopt(self, sequence: KvSequence, hashes: list[bytes]) -> None:
+        """Let an empty sequence start with the pages of these units (from `match`, its last one continuable)."""
+        n_tokens = len(hashes) * self.n_unit
+        for g, view in enumerate(self.view.groups):
+            n = self.unit_columns[g]
+            first_unit = self._first_visible(g, n_tokens) // n
+            view.reserve(sequence.slot + 1, len(hashes) * n)
+            sequence.blocks[g] = [None] * first_unit
+            for unit in range(first_unit, len(hashes)):
+                block = self.index.get(g, hashes[unit])
+                if block is None:
+                    raise AuditError(f"prefix unit {unit} of group {g} is gone between match and adopt")
+                self.index.take(block)
+                sequence.blocks[g].append(block)
+                view.ids[sequence.slot, unit * n : (unit + 1) * n] = block.pages
+            sequence.n_columns[g] = len(hashes) * n
+            sequence.first_column[g] = first_unit * n
+        sequence.n_tokens = n_tokens
+        sequence.hash = hashes[-1] if hashes else self.root
+
+    def _first_visible(self, g: int, n_tokens: int) -> int:
+        """First column of group g that a token at position n_tokens or later sees."""
+        group = self.layout.groups[g]
+        return 0 if group.window is None else max(0, n_tokens - group.window + 1) // group.page_tokens
+
+    # ---- growing
+    def pages_needed(self, sequence: KvSequence, n_tokens: int) -> int:
+        """Pages to allocate for n_tokens more tokens than the committed ones."""
+        return sum(self._columns_needed(sequence, n_tokens))
+
+    def _columns_needed(self, sequence: KvSequence, n_tokens: int) -> list[int]:
+        total = sequence.n_tokens + n_tokens
+        return [
+            max(0, ceil_div(total, group.page_tokens) - columns)
+            for group, columns in zip(self.layout.groups, sequence.n_columns, strict=True)
+        ]
+
+    def peak_pages(self, n_tokens: int, n_step_tokens: int) -> int:
+        """Most pages that a sequence of n_tokens holds at a time, written at most n_step_tokens at a time."""
+        n_pages = 0
+        for group, n_unit_columns in zip(self.layout.groups, self.unit_columns, strict=True):
+            n_columns = ceil_div(n_tokens, group.page_tokens)
+            if group.window is not None:  # a step's tokens, what its first one sees, and the rest of that one's unit
+                n_seen = ceil_div(group.window + n_step_tokens, group.page_tokens)
+                n_columns = min(n_columns, n_seen + 1 + n_unit_columns)
+            n_pages += n_columns
+        return n_pages
+
+    def extend(self, sequence: KvSequence, n_tokens: int, pages: np.ndarray) -> None:
+        """Enter newly allocated pages, as many as `pages_needed` said, into the tables."""
+        at = 0
+        for g, n_new in enumerate(self._columns_needed(sequence, n_tokens)):
+            view = self.view.groups[g]
+            start = sequence.n_columns[g]
+            view.reserve(sequence.slot + 1, start + n_new)
+            view.ids[sequence.slot, start : start + n_new] = pages[at : at + n_new]
+            sequence.n_columns[g] += n_new
+            at += n_new
+        if at != pages.size:
+            raise AuditError(f"{pages.size} KV pages for {at} columns of a sequence")
+
+    def commit(self, sequence: KvSequence, token_ids: list[int]) -> None:
+        """Tokens have been written: finished units become findable, pages that left a window are given back."""
+        for group, columns in zip(self.layout.groups, sequence.n_columns, strict=True):
+            if sequence.n_tokens + len(token_ids) > columns * group.page_tokens:
+                raise AuditError(
+                    f"{len(token_ids)} tokens after {sequence.n_tokens} were committed, but the sequence has "
+                    f"{columns} pages of {group.page_tokens} tokens"
+                )
+        tail = sequence.unit_tail
+        tail.extend(token_ids)
+        n_done = len(tail) // self.n_unit
+        if n_done:
+            tokens = np.array(tail[: n_done * self.n_unit], np.int32).reshape(n_done, self.n_unit)
+            for unit in tokens:
+                sequence.hash = chain_hash(sequence.hash, unit)
+                self._finish_unit(sequence)
+            del tail[: n_done * self.n_unit]
+        sequence.n_tokens += len(token_ids)
+        self._leave_windows(sequence)
+
+    def _finish_unit(self, sequence: KvSequence) -> None:
+        """The next unit is complete: its pages, as far as they are still there, become blocks."""
+        for g, view in enumerate(self.view.groups):
+            n = self.unit_columns[g]
+            unit = len(sequence.blocks[g])
+            pages = view.ids[sequence.slot, unit * n : (unit + 1) * n]
+            block = None
+            if self.prefix_cache and (pages >= 0).any():
+                block = self.index.register(g, sequence.hash, pages)
+            if block is not None:
+                self.pool.allocator.set_owners("kv", block.live, SHARED_OWNER)
+            sequence.blocks[g].append(block)
+
+    def _leave_windows(self, sequence: KvSequence) -> None:
+        """Give back own pages, and whole blocks, that no later token sees."""
+        gone: list[np.ndarray] = []
+        for g, view in enumerate(self.view.groups):
+            n = self.unit_columns[g]
+            stop = self._first_visible(g, sequence.n_tokens)
+            column = sequence.first_column[g]
+            while column < stop:
+                unit = column // n
+                block = sequence.blocks[g][unit] if unit < len(sequence.blocks[g]) else None
+                if block is None:
+                    end = column + 1
+                    gone.append(view.ids[sequence.slot, column:end].copy())
+                else:
+                    end = (unit + 1) * n
+                    if end > stop:
+                        break
+                    self.index.drop(block)
+                    sequence.blocks[g][unit] = None
+                view.ids[sequence.slot, column:end] = -1
+                column = end
+            sequence.first_column[g] = column
+        if gone:
+            pages = np.concatenate(gone)
+            self.pool.free("kv", pages[pages >= 0])
+
+    # ---- the end of a sequence, pressure
+    def own_pages(self, sequence: KvSequence, g: int) -> np.ndarray:
+        """Pages of group g that belong to this sequence alone, int32, in column order."""
+        row = self.view.groups[g].ids[sequence.slot, : sequence.n_columns[g]]
+        own = row >= 0
+        n = self.unit_columns[g]
+        for unit, block in enumerate(sequence.blocks[g]):
+            if block is not None:
+                own[unit * n : (unit + 1) * n] = False
+        return row[own]
+
+    def release(self, sequence: KvSequence, keep_prefix: bool) -> None:
+        """Every way out: own pages are freed, blocks lose a user, the last units first (they are evicted first)."""
+        own = [self.own_pages(sequence, g) for g in range(len(self.layout.groups))]
+        for unit in reversed(range(len(sequence.blocks[0]))):
+            for g in range(len(self.layout.groups)):
+                block = sequence.blocks[g][unit]
+                if block is not None:
+                    pages = self.index.drop(block, keep_prefix)
+                    if pages is not None:
+                        self._forget(block, pages)
+        self.pool.free("kv", np.concatenate(own))
+        for view in self.view.groups:
+            view.clear(sequence.slot)
+
+    def evict(self, n_pages: int) -> int:
+        """Forget unused blocks, oldest first, until n_pages are free; how many were freed."""
+        n_freed = 0
+        while n_freed < n_pages:
+            block = self.index.evict()
+            if block is None:
+                break
+            n_freed += block.live.size
+            self._forget(block, block.live)
+        return n_freed
+
+    def _forget(self, block: Block, pages: np.ndarray) -> None:
+        self.pool.free("kv", pages)
+        if self.on_evict is not None and self.layout.groups[block.key[0]].window is None:
+            self.on_evict(block.key[1])
+
+    # ---- reports
+    def n_pages(self, sequence: KvSequence) -> int:
+        """Pages that the sequence uses, shared ones included."""
+        return sum(
+            int((view.ids[sequence.slot, : sequence.n_columns[g]] >= 0).sum())
+            for g, view in enumerate(self.view.groups)
+        )
+
+    def flip(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Moved pages."""
+        for view in self.view.groups:
+            view.flip(sources, targets)
+        self.index.flip(sources, targets)
+
+    def audit(self, sequences: list[KvSequence]) -> np.ndarray:
+        """Tables, blocks and their users agree; all pages held, int32. AuditError with the numbers otherwise."""
+        self.index.audit()
+        users = dict.fromkeys(self.index.users(), 0)
+        held = [self.index.pages()]
+        for sequence in sequences:
+            for g, view in enumerate(self.view.groups):
+                n = self.unit_columns[g]
+                if len(sequence.blocks[g]) != sequence.n_tokens // self.n_unit:
+                    raise AuditError(
+                        f"slot {sequence.slot} has {sequence.n_tokens} tokens but {len(sequence.blocks[g])} units"
+                    )
+                for unit, block in enumerate(sequence.blocks[g]):
+                    if block is None:
+                        continue
+                    users[block.key] = users.get(block.key, 0) + 1
+                    if (view.ids[sequence.slot, unit * n : (unit + 1) * n] != block.pages).any():
+                        raise AuditError(f"slot {sequence.slot}, group {g}: unit {unit} is not its block's pages")
+                row = view.ids[sequence.slot]
+                if (row[: sequence.first_column[g]] >= 0).any() or (row[sequence.n_columns[g] :] >= 0).any():
+                    raise AuditError(f"slot {sequence.slot}, group {g} names pages outside of its columns")
+                if (row[self._first_visible(g, sequence.n_tokens) : sequence.n_columns[g]] < 0).any():
+                    raise AuditError(f"slot {sequence.slot}, group {g} lacks a page that its next token sees")
+                held.append(self.own_pages(sequence, g))
+        if users != self.index.users():
+            raise AuditError("the users counted in prefix blocks are not the open sequences that hold them")
+        return np.concatenate(held)

@@ -1,0 +1,175 @@
+"""StateCache: SSM and convolution states of sequences, and snapshots of them for prefix reuse.
+
+A sequence holds one SSM page per recurrent layer and one run of conv pages per convolution layer from its first step
+on. A recurrent state is worth something only at the exact token count at which it was saved, so a snapshot stands for
+exactly one prefix: finished units (by their hash) plus the token ids after them. It holds
+
+    one SSM page per layer | one conv run per layer | per KV group, copies of the pages after the last finished unit
+
+The KV pages of the finished units stay in the prefix index; a snapshot is dropped when they are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rimuru.base.errors import AuditError
+from rimuru.memory.page_pool import PagePool
+from rimuru.memory.specs import PageKind, PoolLayout
+from rimuru.memory.views import ConvView, SequenceView, SSMView
+
+StatePages = dict[PageKind, np.ndarray]
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """States after exactly n_tokens tokens. pages: "ssm" int32 [layers], "conv" first ids [layers], "kv" [copies]."""
+
+    unit_hash: bytes
+    tail: tuple[int, ...]
+    n_tokens: int
+    pages: StatePages
+    n_users: int = 0
+    """Sequences that will still copy from it."""
+
+
+class StateCache:
+    """State pages per sequence slot."""
+
+    def __init__(self, pool: PagePool, layout: PoolLayout) -> None:
+        self.pool = pool
+        self.views: dict[PageKind, SequenceView] = {}
+        if layout.ssm is not None and layout.ssm.layers:
+            self.views["ssm"] = SSMView(pool, layout.ssm)
+        if layout.conv is not None and layout.conv.layers:
+            self.views["conv"] = ConvView(pool, layout.conv)
+        self.needs: dict[PageKind, int] = {kind: view.ids.shape[1] for kind, view in self.views.items()}
+        """Ids that a sequence needs, by kind."""
+
+    def __bool__(self) -> bool:
+        return bool(self.views)
+
+    def open(self, slot: int) -> None:
+        """Make room for a slot, without pages."""
+        for view in self.views.values():
+            view.reserve(slot + 1, 1)
+            view.clear(slot)
+
+    def has_pages(self, slot: int) -> bool:
+        """True once the slot's states have their pages."""
+        return all(bool(view.ids[slot, 0] >= 0) for view in self.views.values())
+
+    def enter(self, slot: int, pages: StatePages) -> None:
+        """The slot's states live in these pages from now on."""
+        for kind, view in self.views.items():
+            view.ids[slot] = pages[kind]
+
+    def pages(self, slot: int) -> StatePages:
+        """The slot's ids per kind; only where it has pages."""
+        return {kind: view.ids[slot].copy() for kind, view in self.views.items() if view.ids[slot, 0] >= 0}
+
+    def release(self, slot: int, free: bool = True) -> None:
+        """Free the slot's pages, or (free=False) leave them to whoever took them over."""
+        for kind, ids in self.pages(slot).items():
+            if free:
+                self.pool.free(kind, ids)
+        for view in self.views.values():
+            view.clear(slot)
+
+    def copy(self, sources: StatePages, targets: StatePages) -> None:
+        """Copy pages of any kind, and wait: the next step may read the targets."""
+        copier = self.pool.copier
+        if copier is None:
+            raise AuditError("states cannot be copied: the pool has no copier")
+        for kind, ids in sources.items():
+            n_bytes = self.pool.allocator.unit_bytes(kind)
+            pairs = zip(self.pool.addresses(kind, targets[kind]), self.pool.addresses(kind, ids), strict=True)
+            for target, source in pairs:
+                copier.copy_within(int(target), int(source), n_bytes)
+        copier.wait()
+
+    def flip(self, kind: PageKind, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Moved pages."""
+        self.views[kind].flip(sources, targets)
+
+
+class SnapshotIndex:
+    """All snapshots, findable by prefix, least recently used first."""
+
+    def __init__(self) -> None:
+        self._by_unit: dict[bytes, list[Snapshot]] = {}
+        self._order: OrderedDict[int, Snapshot] = OrderedDict()
+        self._doomed: dict[int, Snapshot] = {}
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def all(self) -> list[Snapshot]:
+        """Every snapshot that holds pages, forgotten ones with users included."""
+        return [*self._order.values(), *self._doomed.values()]
+
+    def find(self, unit_hash: bytes, tail: Sequence[int], longest: int) -> Snapshot | None:
+        """The longest snapshot after these units whose further tokens begin `tail`, of at most `longest` tokens."""
+        best: Snapshot | None = None
+        for snapshot in self._by_unit.get(unit_hash, ()):
+            n = len(snapshot.tail)
+            longer = best is None or n > len(best.tail)
+            if longer and n <= longest and snapshot.tail == tuple(tail[:n]):
+                best = snapshot
+        return best
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Make a snapshot findable, as the most recently used one."""
+        self._by_unit.setdefault(snapshot.unit_hash, []).append(snapshot)
+        self._order[id(snapshot)] = snapshot
+
+    def touch(self, snapshot: Snapshot) -> None:
+        """It was of use now."""
+        self._order.move_to_end(id(snapshot))
+
+    def take(self, snapshot: Snapshot) -> None:
+        """A sequence will copy from it."""
+        snapshot.n_users += 1
+        self.touch(snapshot)
+
+    def drop(self, snapshot: Snapshot) -> Snapshot | None:
+        """The sequence has copied (or gave up). The snapshot, where its pages are to be freed now."""
+        snapshot.n_users -= 1
+        return self._doomed.pop(id(snapshot), None) if snapshot.n_users == 0 else None
+
+    def forget(self, snapshot: Snapshot) -> Snapshot | None:
+        """Not findable any more. The snapshot, where its pages are to be freed now; else they are at the last drop."""
+        del self._order[id(snapshot)]
+        same_unit = self._by_unit[snapshot.unit_hash]
+        same_unit.remove(snapshot)
+        if not same_unit:
+            del self._by_unit[snapshot.unit_hash]
+        if snapshot.n_users == 0:
+            return snapshot
+        self._doomed[id(snapshot)] = snapshot
+        return None
+
+    def forget_unit(self, unit_hash: bytes) -> list[Snapshot]:
+        """The KV pages of these units are gone: snapshots that need them go too. Those to be freed now."""
+        freed = [self.forget(snapshot) for snapshot in list(self._by_unit.get(unit_hash, ()))]
+        return [snapshot for snapshot in freed if snapshot is not None]
+
+    def oldest(self) -> Snapshot | None:
+        """The least recently used snapshot that nobody is about to copy from."""
+        return next((snapshot for snapshot in self._order.values() if snapshot.n_users == 0), None)
+
+    def unused_pages(self, kind: PageKind) -> int:
+        """Ids of a kind that forgetting all unused snapshots would free."""
+        return sum(s.pages[kind].size for s in self._order.values() if s.n_users == 0 and kind in s.pages)
+
+    def flip(self, kind: PageKind, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Moved pages."""
+        moved = dict(zip(sources.tolist(), targets.tolist(), strict=True))
+        for snapshot in self.all():
+            if kind in snapshot.pages:
+                ids = snapshot.pages[kind].tolist()
+                snapshot.pages[kind] = np.array([moved.get(page, page) for page in ids], np.int32)
