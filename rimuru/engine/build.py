@@ -215,7 +215,7 @@ class _Builder:
         dense_bytes = self.reader.n_bytes
         scratch_bytes = self.workspace.n_bytes + model.logit_bytes
         context_length = self._size_pool(dense_bytes, scratch_bytes)
-        cache = SequenceCache(self.pool, layout, prefix_cache=self.config.prefix_cache, copier=ops.copier())
+        cache = SequenceCache(self.pool, layout, prefix_cache=self.config.prefix_cache)
         room: ExpertRoom | NoRoom = NoRoom()
         if layout.expert is not None:
             self.room = ExpertRoom(cache, self.pool, layout, self.config.expert_offload_limit)

@@ -26,7 +26,7 @@ class ExpertRoom:
     def make(self, seq_id: int, n_tokens: int) -> bool:
         """See engine.scheduler.Room."""
         needed = self.pages_short(seq_id, n_tokens)
-        n_shrink, _ = paper_decision(needed, self.pool.free_pages("expert"), self.pages_per_expert)
+        n_shrink, _ = paper_decision(needed, self.pool.allocator.free_pages("expert"), self.pages_per_expert)
         return needed > 0 and self.shrink(n_shrink) > 0
 
     def pages_short(self, seq_id: int, n_tokens: int) -> int:
@@ -56,6 +56,6 @@ class ExpertRoom:
 
     def may_grow(self, n_pages: int) -> bool:
         """Whether free pages are plenty (F_b > 3 k), so that a missed expert may stay."""
-        free = self.pool.free_pages("expert")
+        free = self.pool.allocator.free_pages("expert")
         _, n_expand = paper_decision(0, free, self.pages_per_expert)
         return n_expand > 0 and free >= n_pages

@@ -17,13 +17,17 @@ from rimuru.plan import PlannedTokens, StepPlan
 from rimuru.request import Sequence
 
 
+class Hit(Protocol):
+    @property
+    def n_cached_tokens(self) -> int: ...
+
+
 class SequencePages(Protocol):
     """What the scheduler asks of memory/cache.py."""
 
-    def open(self, seq_id: int, token_ids: list[int]) -> int: ...
+    def open(self, seq_id: int, token_ids: list[int]) -> Hit: ...
     def can_extend(self, seq_id: int, n_tokens: int) -> bool: ...
     def extend(self, seq_id: int, n_tokens: int) -> bool: ...
-    def can_ever_hold(self, n_tokens: int) -> bool: ...
     def release(self, seq_id: int, keep_prefix: bool = True) -> None: ...
 
 
@@ -115,19 +119,14 @@ class Scheduler:
         """Start waiting sequences in order; the first one that does not fit waits, and so do those behind it."""
         while self.waiting and budget > 0 and len(self.running) < self.max_sequences:
             sequence = self.waiting[0]
-            if not self.cache.can_ever_hold(sequence.n_tokens + 1):
-                self.waiting.popleft()
-                sequence.error = NotEnoughMemoryError(
-                    f"a request of {sequence.n_tokens} tokens needs more pages than the pool has; "
-                    "give more --memory or shorten it"
-                )
-                plan.failed.append(sequence)
-                continue
-            n_reused = self.cache.open(sequence.seq_id, sequence.tokens)
+            n_reused = self.cache.open(sequence.seq_id, sequence.tokens).n_cached_tokens
             n_tokens = min(sequence.n_tokens - n_reused, budget)
             if not self._fits_whole(sequence, n_reused) or not self.cache.extend(sequence.seq_id, n_tokens):
                 self.cache.release(sequence.seq_id)
-                return
+                if self.running:
+                    return
+                self._fail(sequence, plan)  # it had the pool for itself
+                continue
             self.waiting.popleft()
             sequence.n_cached = n_reused
             if sequence.n_preemptions == 0:
@@ -136,6 +135,15 @@ class Scheduler:
             self.running.append(sequence)
             plan.items.append(PlannedTokens(sequence, n_tokens, n_tokens == sequence.n_uncached))
             budget -= n_tokens
+
+    def _fail(self, sequence: Sequence, plan: StepPlan) -> None:
+        """End a waiting sequence that no amount of waiting can help."""
+        self.waiting.popleft()
+        sequence.error = NotEnoughMemoryError(
+            f"a request of {sequence.n_tokens} tokens needs more pages than the pool has; "
+            "give more --memory or shorten it"
+        )
+        plan.failed.append(sequence)
 
     def _fits_whole(self, sequence: Sequence, n_reused: int) -> bool:
         """Whether pages for all known tokens and the next can be had now, so that a prompt is not begun in vain."""
