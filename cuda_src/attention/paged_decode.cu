@@ -15,6 +15,7 @@
 #include "attention/element.cuh"
 #include "attention/merge.cuh"
 #include "attention/copy.cuh"
+#include "common/act_store.cuh"
 #include "common/math.cuh"
 #include "common/paged.cuh"
 #include "common/warp.cuh"
@@ -191,7 +192,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                  const float* __restrict__ sinks,       // [n_head] or null
                  float* __restrict__ partials,          // [tokens, n_head, MAX_SPLITS, VALUE_DIM + 2]; null where Z = 1
                  unsigned* __restrict__ arrivals,       // [tokens, gridDim.x], zero before and after
-                 float* __restrict__ out,               // [T, n_head * VALUE_DIM]
+                 float* out,                            // [T, n_head * VALUE_DIM]
+                 ACT_PARAMETERS,                        // quantised copy, where VALUE_DIM is a multiple of 32
                  long long page_bytes, int n_blocks, int page_tokens, int n_head, int n_head_kv, int q_stride, int window,
                  int gated, int by_sequence, float scale) {
     extern __shared__ __align__(16) char tiles[];
@@ -273,11 +275,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (!s.is_last) return;
         __threadfence();
     }
-    if (!works) return;
 #pragma unroll
     for (int i = 0; i < HEADS_EACH; i++) {
         int h = set * HEADS_EACH + i;
-        if (h >= GROUP) break;
+        if (!works || h >= GROUP) break;
         int head = first_head + h;
         if (!single)
             fold_all(folded[i], partials + ((long long)blockIdx.y * n_head + head) * MAX_SPLITS * (VALUE_DIM + 2), n_splits,
@@ -286,4 +287,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         float sink = sinks ? sinks[head] * 1.4426950408889634f : 0.0f;
         finish_head(folded[i], sink, sinks != nullptr, gate, out + ((long long)token * n_head + head) * VALUE_DIM, pair);
     }
+    if (!act_values) return;
+    __syncthreads();
+    int first = first_head * VALUE_DIM, width = n_head * VALUE_DIM;
+    for (int c = threadIdx.x; c < GROUP * VALUE_DIM; c += THREADS)
+        store_act_block(ACT_ARGUMENTS, token, width, (first + c) / ACT_BLOCK, out[(long long)token * width + first + c]);
 }

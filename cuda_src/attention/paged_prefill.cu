@@ -11,6 +11,7 @@
 // Flops: 2 (KEY_DIM + VALUE_DIM) per visible (query head, key). Bytes: K and V once per tile.
 
 #include "attention/tile_mma.cuh"
+#include "common/act_store.cuh"
 #include "common/math.cuh"
 #include "common/paged.cuh"
 #include "common/warp.cuh"
@@ -141,14 +142,15 @@ __device__ __forceinline__ void gather(float (&o)[VALUE_DIM / 8][4], const float
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, KEY_DIM <= 128 ? 3 : 2)
     paged_prefill(const float* __restrict__ q,          // [T, n_head * q_stride]
                   const int* __restrict__ positions,    // [T]
                   const int* __restrict__ query_start,  // [S + 1]
                   const char* kv_base,                  // pool base + layer offset
                   const int* __restrict__ pages,        // [S, n_blocks]
                   const float* __restrict__ sinks,      // [n_head] or null
-                  float* __restrict__ out,              // [T, n_head * VALUE_DIM]
+                  float* out,                           // [T, n_head * VALUE_DIM]
+                  ACT_PARAMETERS,                       // quantised copy, where VALUE_DIM is a multiple of 32
                   long long page_bytes, int n_seqs, int n_blocks, int page_tokens, int n_head, int n_head_kv, int q_stride,
                   int window, int gated, int skip_tokens, float scale) {
     extern __shared__ __align__(16) char shared[];
@@ -245,5 +247,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             }
             *(float2*)(to + column) = v;
         }
+    }
+    if (!act_values) return;
+    __syncthreads();
+    int width = n_head * VALUE_DIM;
+    for (int i = threadIdx.x; i < (last_row - tile.first + 1) * VALUE_DIM; i += THREADS) {
+        int row = tile.first + i / VALUE_DIM, column = (kv_head * group + row % group) * VALUE_DIM + i % VALUE_DIM;
+        long long token = tile.token + row / group;
+        store_act_block(ACT_ARGUMENTS, token, width, column / ACT_BLOCK, out[token * width + column]);
     }
 }

@@ -1,7 +1,7 @@
 // Elementwise products that feed a matrix, the shared expert's gate, copies of rows, and the last touch on logits.
 //
 //   glu         out = act(gate) * up, or act(up) where gate is null
-//   multiply    out = a * b                     (= glu with the identity activation)
+//   multiply    out = a * b
 //   row_gate    out[t] = sigmoid(weight . x[t])
 //   gather_rows out[i] = x[rows[i]]
 //   finish_logits  l *= scale; l = cap * tanh(l / cap) where cap > 0
@@ -22,6 +22,17 @@ extern "C" __global__ void glu_rows(const float* __restrict__ gate,  // [T, widt
     const float* g = gate ? gate + row * width + first : nullptr;
     store_row(out + row * width, ACT_ARGUMENTS, row, width, first, part,
               [&](int c) { return g ? glu(activation, g[c], u[c]) : glu(activation, u[c], 1.0f); });
+}
+
+extern "C" __global__ void multiply_rows(const float* __restrict__ a,  // [T, width]
+                                         const float* __restrict__ b,  // [T, width]
+                                         float* __restrict__ out,      // [T, width]
+                                         ACT_PARAMETERS,               // quantised copy
+                                         int width, int columns) {
+    long long row = blockIdx.x;
+    int first = blockIdx.y * columns, part = min(columns, width - first);
+    const float *x = a + row * width + first, *y = b + row * width + first;
+    store_row(out + row * width, ACT_ARGUMENTS, row, width, first, part, [&](int c) { return x[c] * y[c]; });
 }
 
 // one block a row

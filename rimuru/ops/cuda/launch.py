@@ -82,7 +82,8 @@ class Kernel:
             self._raw.max_dynamic_shared_size_bytes = shared_bytes
             self._shared_bytes = shared_bytes
         packed = tuple(
-            np.uint64(address_of(arg)) if pack is None else pack(arg) for pack, arg in zip(self._packers, args, strict=True)
+            np.uint64(address_of(arg)) if pack is None else pack(arg)
+            for pack, arg in zip(self._packers, args, strict=True)
         )
         self._function(grid, block, packed, shared_bytes, stream)
 

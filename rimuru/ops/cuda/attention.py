@@ -1,0 +1,265 @@
+"""Launchers of the KV append and of paged attention (cuda_src/attention)."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from rimuru.base.errors import UnsupportedModelError
+from rimuru.base.units import align_up, ceil_div
+from rimuru.memory.specs import KvGroupLayout
+from rimuru.ops.base import Act, Array, KvLayer, Step
+from rimuru.ops.cuda.launch import Kernel
+from rimuru.ops.cuda.pointwise import ACT_SIGNATURE, act_arguments, quantise
+
+ELEMENT_IDS = {"f16": 0, "bf16": 1, "f32": 2}
+NORM_IDS = {"none": 0, "head": 1, "vector": 2}
+MAX_SPLITS = 32
+"""Splits of a context at most (cuda_src/attention/paged_decode.cu)."""
+
+TARGET_BLOCKS = 264
+"""Blocks that a decode launch aims at: two on each multiprocessor of the largest cards."""
+
+_APPEND_WARPS = 4
+_PREFILL_ROWS = 64
+
+
+def _key_tile(key_dim: int, value_dim: int, element: str) -> int:
+    """Keys of a tile of the decode kernel."""
+    row_bytes = (key_dim + value_dim) * (4 if element == "f32" else 2)
+    return 64 if row_bytes <= 512 else 32 if row_bytes <= 1024 else 16
+
+
+def group_heads(n_head: int, group: KvGroupLayout) -> int:
+    """Query heads that one block of the decode kernel serves: as many of a KV head's as fit."""
+    limit = 16 if group.key_dim <= 256 else 8
+    heads = n_head // group.n_head_kv
+    return max(count for count in range(1, min(heads, limit) + 1) if heads % count == 0)
+
+
+def decode_splits(n_queries: int, grid_x: int) -> int:
+    """Blocks that share one context (Z of paged_decode.cu)."""
+    return max(1, min(MAX_SPLITS, TARGET_BLOCKS // (n_queries * grid_x)))
+
+
+def partial_floats(n_queries: int, n_head: int, grid_x: int, value_dim: int) -> int:
+    """float32 values of scratch that a decode launch needs; 0 where one block does a whole context."""
+    if decode_splits(n_queries, grid_x) == 1:
+        return 0
+    return n_queries * n_head * MAX_SPLITS * (value_dim + 2)
+
+
+def workspace_floats(n_head: int, group: KvGroupLayout, value_dim: int, max_queries: int) -> int:
+    """The most that `partial_floats` gives for up to max_queries queries."""
+    grid_x = n_head // group_heads(n_head, group)
+    most = min(max_queries, TARGET_BLOCKS // (2 * grid_x))
+    return partial_floats(max(1, most), n_head, grid_x, value_dim)
+
+
+@cache
+def append_kernel(norm_kind: str, norm_last: bool, adjacent: bool, element: str, max_dim: int) -> Kernel:
+    return Kernel(
+        "attention/kv_append.cu",
+        "prepare_qkv",
+        "q: f32*, k: f32*, v: f32*, q_norm: f32*, k_norm: f32*, rope: f32*, positions: i32*, seq_of_token: i32*,"
+        "kv_base: *, pages: i32*, page_bytes: i64, n_blocks: i32, page_tokens: i32, n_head: i32, n_head_kv: i32,"
+        "q_stride: i32, key_dim: i32, value_dim: i32, n_rot: i32, eps: f32",
+        {
+            "NORM_KIND": NORM_IDS[norm_kind],
+            "NORM_LAST": int(norm_last),
+            "ADJACENT": int(adjacent),
+            "ELEMENT": ELEMENT_IDS[element],
+            "MAX_DIM": max_dim,
+        },
+    )
+
+
+@cache
+def decode_kernel(key_dim: int, value_dim: int, heads: int, element: str, values_are_keys: bool) -> Kernel:
+    return Kernel(
+        "attention/paged_decode.cu",
+        "paged_decode",
+        "q: f32*, positions: i32*, seq_of_token: i32*, query_start: i32*, kv_base: *, pages: i32*, sinks: f32*,"
+        f"partials: f32*, arrivals: *, out: f32*, {ACT_SIGNATURE}, page_bytes: i64, n_blocks: i32, page_tokens: i32,"
+        "n_head: i32, n_head_kv: i32, q_stride: i32, window: i32, gated: i32, by_sequence: i32, scale: f32",
+        {
+            "KEY_DIM": key_dim,
+            "VALUE_DIM": value_dim,
+            "GROUP": heads,
+            "ELEMENT": ELEMENT_IDS[element],
+            "VALUES_ARE_KEYS": int(values_are_keys),
+        },
+    )
+
+
+@cache
+def prefill_kernel(key_dim: int, value_dim: int, element: str) -> Kernel:
+    return Kernel(
+        "attention/paged_prefill.cu",
+        "paged_prefill",
+        "q: f32*, positions: i32*, query_start: i32*, kv_base: *, pages: i32*, sinks: f32*, out: f32*,"
+        f"{ACT_SIGNATURE}, page_bytes: i64, n_seqs: i32, n_blocks: i32, page_tokens: i32, n_head: i32, n_head_kv: i32,"
+        "q_stride: i32, window: i32, gated: i32, skip_tokens: i32, scale: f32",
+        {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "ELEMENT": ELEMENT_IDS[element]},
+    )
+
+
+def has_prefill_kernel(key_dim: int, value_dim: int, element: str, values_are_keys: bool) -> bool:
+    """Tensor cores need 16-bit elements, heads in sixteens, and stored values; else every query is its own decode."""
+    fits = key_dim % 16 == 0 and value_dim % 16 == 0 and max(key_dim, value_dim) <= 256
+    return fits and element != "f32" and not values_are_keys
+
+
+def check_layout(group: KvGroupLayout, page_bytes: int, layer_offset_bytes: int) -> None:
+    """Rows are copied 16 bytes at a time, so everything must lie on multiples of 16."""
+    rows = (group.key_dim * group.element_bytes, group.value_dim * group.element_bytes)
+    if any(n % 16 for n in (*rows, page_bytes, layer_offset_bytes)):
+        raise UnsupportedModelError(
+            f"the CUDA kernels cannot read KV rows of {rows} bytes in pages of {page_bytes} with a layer at"
+            f" {layer_offset_bytes}: all must be multiples of 16; choose another --kv-type"
+        )
+
+
+def prepare_qkv(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_norm: Array | None,
+    k_norm: Array | None,
+    norm_kind: str,
+    norm_after_rope: bool,
+    eps: float,
+    rope: Array | None,
+    rope_adjacent: bool,
+    n_head: int,
+    q_stride: int,
+    step: Step,
+    kv: KvLayer,
+) -> None:
+    group = kv.group
+    check_layout(group, kv.page_bytes, kv.layer_offset_bytes)
+    kernel = append_kernel(
+        norm_kind, norm_after_rope, rope_adjacent, group.element, align_up(max(group.key_dim, group.value_dim), 32)
+    )
+    slots = n_head + (2 if group.value_dim else 1) * group.n_head_kv
+    parts = (3 if group.value_dim else 2) if norm_kind == "vector" else ceil_div(slots, _APPEND_WARPS)
+    pages = step.kv_pages[kv.group_index]
+    kernel(
+        (q.shape[0], parts),
+        (_APPEND_WARPS * 32,),
+        (
+            q, k, v, q_norm, k_norm, rope, step.positions, step.seq_of_token, kv.pool_base + kv.layer_offset_bytes,
+            pages, kv.page_bytes, pages.shape[1], group.page_tokens, n_head, group.n_head_kv, q_stride,
+            group.key_dim, group.value_dim, 0 if rope is None else rope.shape[1], eps,
+        ),
+    )  # fmt: skip
+
+
+class Attention:
+    """The verb `attention`: decode kernel, prefill kernel, or both for a mixed step; owns the split scratch.
+
+    `deterministic`: every query goes through the decode kernel, whose sums depend on its position only, so that a
+    result does not depend on how a prompt was cut or what ran beside it.
+    """
+
+    def __init__(self, deterministic: bool) -> None:
+        self.deterministic = deterministic
+        self._partials: Any = None
+        self._outgrown: list[Any] = []
+        self._arrivals: Any = None
+
+    def reserve(self, n_floats: int) -> None:
+        """Scratch for the largest decode launch; before the first step and before any capture."""
+        import cupy
+
+        if self._partials is None or self._partials.size < n_floats:
+            self._outgrown.append(self._partials)  # captured graphs may still point at it
+            self._partials = cupy.empty(max(1, n_floats), cupy.float32)
+        if self._arrivals is None:
+            self._arrivals = cupy.zeros(2 * TARGET_BLOCKS, cupy.uint32)
+
+    def __call__(
+        self,
+        q: Array,
+        n_head: int,
+        q_stride: int,
+        gated: bool,
+        step: Step,
+        kv: KvLayer,
+        scale: float,
+        window: int | None,
+        sinks: Array | None,
+        out: Act,
+    ) -> None:
+        group = kv.group
+        check_layout(group, kv.page_bytes, kv.layer_offset_bytes)
+        value_dim = out.f32.shape[1] // n_head
+        act = act_arguments(out) if value_dim % 32 == 0 else (None, None, None)
+        pages = step.kv_pages[kv.group_index]
+        where = (kv.pool_base + kv.layer_offset_bytes, pages, sinks)
+        shape = (pages.shape[1], group.page_tokens, n_head, group.n_head_kv, q_stride, window or 0, gated)
+        n_tokens, n_seqs = step.host.n_tokens, step.host.n_seqs
+        tiled = not self.deterministic and has_prefill_kernel(
+            group.key_dim, value_dim, group.element, group.value_dim == 0
+        )
+        if n_tokens == n_seqs or not tiled:
+            self._decode(q, step, where, shape, group, value_dim, kv.page_bytes, n_tokens, False, scale, act, out)
+        else:
+            if bool((step.host.query_start[1:] - step.host.query_start[:-1] == 1).any()):
+                self._decode(q, step, where, shape, group, value_dim, kv.page_bytes, n_seqs, True, scale, act, out)
+            n_tiles = n_tokens * (n_head // group.n_head_kv) // _PREFILL_ROWS + n_seqs
+            shared = _prefill_shared_bytes(group.key_dim, value_dim)
+            prefill_kernel(group.key_dim, value_dim, group.element)(
+                (n_tiles, group.n_head_kv),
+                (128,),
+                (q, step.positions, step.query_start, *where, out.f32, *act, kv.page_bytes, n_seqs, *shape, 1, scale),
+                shared_bytes=shared,
+            )
+        if act[0] is None:
+            quantise(out, n_tokens)
+
+    def _decode(
+        self,
+        q: Array,
+        step: Step,
+        where: tuple[Any, ...],
+        shape: tuple[Any, ...],
+        group: KvGroupLayout,
+        value_dim: int,
+        page_bytes: int,
+        n_queries: int,
+        by_sequence: bool,
+        scale: float,
+        act: tuple[Any, Any, Any],
+        out: Act,
+    ) -> None:
+        n_head = shape[2]
+        heads = group_heads(n_head, group)
+        grid_x = n_head // heads
+        splits = decode_splits(n_queries, grid_x)
+        n_floats = partial_floats(n_queries, n_head, grid_x, value_dim)
+        self.reserve(n_floats)
+        decode_kernel(group.key_dim, value_dim, heads, group.element, group.value_dim == 0)(
+            (grid_x, n_queries, splits),
+            (256 if value_dim > 256 else 128,),
+            (
+                q, step.positions, step.seq_of_token, step.query_start, *where, self._partials, self._arrivals,
+                out.f32, *act, page_bytes, *shape, by_sequence, scale,
+            ),
+            shared_bytes=_decode_shared_bytes(group, value_dim),
+        )  # fmt: skip
+
+
+def _decode_shared_bytes(group: KvGroupLayout, value_dim: int) -> int:
+    """Two tiles of K (rows padded by 16 bytes) and V."""
+    size = group.element_bytes
+    stored_values = value_dim * size if group.value_dim else 0
+    return 2 * _key_tile(group.key_dim, value_dim, group.element) * (group.key_dim * size + 16 + stored_values)
+
+
+def _prefill_shared_bytes(key_dim: int, value_dim: int) -> int:
+    """A tile of K and one of V, rows padded by 8 elements, and the queries where they do not fit in registers."""
+    keys = 32 if max(key_dim, value_dim) > 128 else 64
+    tiles = keys * (key_dim + 8 + value_dim + 8) * 2
+    queries = _PREFILL_ROWS * (key_dim + 8) * 2
+    return max(tiles, queries) if key_dim <= 128 else tiles + queries

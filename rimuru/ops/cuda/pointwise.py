@@ -1,0 +1,115 @@
+"""Launchers of norms, products, gates and row copies (cuda_src/pointwise)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rimuru.base.units import align_up, ceil_div
+from rimuru.ops.base import Act, Array
+from rimuru.ops.cuda.launch import Kernel
+
+ACTIVATION_IDS = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "swiglu_oai": 3, "identity": 4}
+"""Numbers of the activations in kernels (cuda_src/common/math.cuh)."""
+
+ACT_SIGNATURE = "act_values: i8*, act_scales: f32*, act_sums: i32*"
+_GLU_COLUMNS = 1024
+
+_rms_norm = Kernel(
+    "pointwise/norm.cu", "rms_norm", f"x: f32*, weight: f32*, out: f32*, {ACT_SIGNATURE}, width: i32, eps: f32"
+)
+_add_norm = Kernel(
+    "pointwise/norm.cu", "add_norm", "x: f32*, delta: f32*, weight: f32*, width: i32, eps: f32, scale: f32"
+)
+_gated_norm = Kernel(
+    "pointwise/norm.cu",
+    "gated_norm",
+    f"x: f32*, gate: f32*, weight: f32*, out: f32*, {ACT_SIGNATURE},"
+    "width: i32, n_groups: i32, shared_weight: i32, gate_first: i32, eps: f32",
+)
+_glu = Kernel(
+    "pointwise/glu.cu",
+    "glu_rows",
+    f"gate: f32*, up: f32*, out: f32*, {ACT_SIGNATURE}, width: i32, columns: i32, activation: i32",
+)
+_row_gate = Kernel("pointwise/glu.cu", "row_gate", "x: f32*, weight: f32*, out: f32*, width: i32")
+_gather_rows = Kernel("pointwise/glu.cu", "gather_rows", "x: f32*, rows: i32*, out: f32*, width: i32")
+_finish_logits = Kernel("pointwise/glu.cu", "finish_logits", "logits: f32*, n: i64, scale: f32, cap: f32")
+_multiply = Kernel(
+    "pointwise/glu.cu", "multiply_rows", f"a: f32*, b: f32*, out: f32*, {ACT_SIGNATURE}, width: i32, columns: i32"
+)
+
+KERNELS = (_rms_norm, _add_norm, _gated_norm, _glu, _row_gate, _gather_rows, _finish_logits, _multiply)
+
+
+def act_arguments(act: Act) -> tuple[Any, Any, Any]:
+    """The 8-bit form of an activation as the kernels take it; nulls where it has none."""
+    if act.quant is None:
+        return None, None, None
+    return act.quant.values, act.quant.scales, act.quant.sums
+
+
+def row_threads(width: int) -> int:
+    """Threads of a block that reduces one row. Depends on the width only, so that the order of sums does too."""
+    return min(1024, max(32, align_up(ceil_div(width, 4), 32)))
+
+
+def rms_norm(x: Array, weight: Array, eps: float, out: Act) -> None:
+    n_tokens, width = x.shape
+    _rms_norm((n_tokens,), (row_threads(width),), (x, weight, out.f32, *act_arguments(out), width, eps))
+
+
+def add_norm(x: Array, delta: Array, weight: Array, eps: float, scale: float) -> None:
+    n_tokens, width = x.shape
+    _add_norm((n_tokens,), (row_threads(width),), (x, delta, weight, width, eps, scale))
+
+
+def gated_norm(x: Array, gate: Array, weight: Array, eps: float, n_groups: int, gate_first: bool, out: Act) -> None:
+    n_tokens, width = x.shape
+    part = width // n_groups
+    fused = part % 32 == 0
+    act = act_arguments(out) if fused else (None, None, None)
+    shared_weight = weight.size == part
+    _gated_norm(
+        (n_tokens, n_groups),
+        (row_threads(part),),
+        (x, gate, weight, out.f32, *act, width, n_groups, shared_weight, gate_first, eps),
+    )
+    if not fused:
+        quantise(out, n_tokens)
+
+
+def glu(gate: Array | None, up: Array, activation: str, out: Act) -> None:
+    n_tokens, width = up.shape
+    _glu(
+        (n_tokens, ceil_div(width, _GLU_COLUMNS)),
+        (256,),
+        (gate, up, out.f32, *act_arguments(out), width, _GLU_COLUMNS, ACTIVATION_IDS[activation]),
+    )
+
+
+def multiply(a: Array, b: Array, out: Act) -> None:
+    n_tokens, width = a.shape
+    _multiply(
+        (n_tokens, ceil_div(width, _GLU_COLUMNS)), (256,), (a, b, out.f32, *act_arguments(out), width, _GLU_COLUMNS)
+    )
+
+
+def quantise(act: Act, n_tokens: int) -> None:
+    """Fill the 8-bit form of an activation whose float32 values are there."""
+    if act.quant is not None:
+        glu(None, act.f32[:n_tokens], "identity", act)
+
+
+def row_gate(x: Act, weight: Array, out: Array) -> None:
+    n_tokens, width = x.f32.shape
+    _row_gate((n_tokens,), (row_threads(width),), (x.f32, weight, out, width))
+
+
+def gather_rows(x: Array, rows: Array, out: Array) -> None:
+    width = x.shape[1]
+    _gather_rows((rows.shape[0],), (row_threads(width),), (x, rows, out, width))
+
+
+def finish_logits(logits: Array, scale: float, softcap: float | None) -> None:
+    n = logits.size
+    _finish_logits((ceil_div(n, 256),), (256,), (logits, n, scale, softcap or 0.0))
