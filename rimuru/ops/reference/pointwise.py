@@ -36,6 +36,8 @@ def activate(gate: np.ndarray | None, up: np.ndarray, activation: Activation) ->
         plain = silu(z)
     elif activation == "gelu_tanh":
         plain = 0.5 * z * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (z + 0.044715 * z**3)))
+    elif activation == "identity":
+        plain = z
     else:
         plain = np.square(np.maximum(z, 0.0))
     return plain if gate is None else plain * up
