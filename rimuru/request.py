@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -119,6 +120,17 @@ class Piece:
     logprobs: list[TokenLogprob] | None = None
 
 
+class TokenConstraint(Protocol):
+    """Restricts one answer to a language (a JSON schema, a tool call). Only the engine's thread calls it; it must not
+    raise, because it runs inside a step that other answers share."""
+
+    def allowed(self) -> np.ndarray | None:
+        """bool [n_vocab]: which tokens may come next; None where every token may."""
+
+    def advance(self, token_id: int) -> None:
+        """Take in the token that was chosen."""
+
+
 @dataclass(eq=False)
 class Sequence:
     """One answer in the making. Its length has three marks: 0 <= n_cached <= n_tokens, n_prompt <= n_tokens.
@@ -146,6 +158,7 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     seen: dict[int, int] = field(default_factory=dict)
     """Token id -> how often it stands in the output; prompt ids count 0. Kept only where penalties need it."""
+    constraint: TokenConstraint | None = None
 
     def __post_init__(self) -> None:
         if self.params.has_penalties:
@@ -176,6 +189,8 @@ class Sequence:
         self.tokens.append(token_id)
         if self.params.has_penalties:
             self.seen[token_id] = self.seen.get(token_id, 0) + 1
+        if self.constraint is not None:
+            self.constraint.advance(token_id)
         if token_id in self.eog_ids and not self.params.ignore_eos:
             self.finish_reason = "stop"
         elif self.n_output >= self.params.max_tokens or self.n_tokens >= self.max_total_tokens:

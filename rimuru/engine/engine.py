@@ -21,7 +21,7 @@ from rimuru.memory.cache import SequenceCache
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import PoolLayout
 from rimuru.plan import PlannedTokens, StepPlan
-from rimuru.request import SamplingParams, Sequence
+from rimuru.request import SamplingParams, Sequence, TokenConstraint
 
 
 @dataclass(slots=True)
@@ -54,12 +54,21 @@ class Engine:
         self.context_length, self.n_vocab, self.eog_ids = context_length, n_vocab, eog_ids
         self.store = store
         self.n_steps = 0
+        self.plan: StepPlan | None = None
+        """What the last step ran, or was about to run when it failed; None while it is being planned."""
         self._ids = itertools.count()
         self._seeds = np.random.default_rng(seed)
         self._aborts: deque[Sequence] = deque()
 
     # ---- requests
-    def add(self, token_ids: list[int], params: SamplingParams, index: int = 0, priority: int = 0) -> Sequence:
+    def add(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        index: int = 0,
+        priority: int = 0,
+        constraint: TokenConstraint | None = None,
+    ) -> Sequence:
         """Queue a prompt. `index` tells apart the answers of one request with n > 1.
 
         Raises BadInputError for an empty prompt or unknown token ids, ContextLengthError where prompt + 1 exceeds
@@ -79,6 +88,7 @@ class Engine:
             eog_ids=self.eog_ids,
             max_total_tokens=self.context_length,
             priority=priority,
+            constraint=constraint,
         )
         if params.max_tokens == 0:
             sequence.state, sequence.finish_reason = "finished", "length"
@@ -112,7 +122,8 @@ class Engine:
     def step(self) -> StepReport:
         """One step: drop what was cancelled, plan, run, sample, commit."""
         self._drop_aborted()
-        plan = self.scheduler.schedule()
+        self.plan = None
+        self.plan = plan = self.scheduler.schedule()
         report = StepReport([], self._fail(plan))
         if plan.items:
             self._begin()

@@ -57,15 +57,24 @@ class Sampler:
     def sample(self, logits: Array, sequences: list[Sequence]) -> np.ndarray:
         """int32 [R] token ids for logits [R, n_vocab]; log-probabilities are appended to the sequences that want them.
 
-        They are taken first, because penalties may change the logits in place.
+        They are taken first, because constraints and penalties may change the logits in place.
         """
         wanting = [(row, s) for row, s in enumerate(sequences) if s.params.want_logprobs or s.params.logprobs]
         rows = {row: self.ops.download(logits[row : row + 1])[0].copy() for row, _ in wanting}
+        self._constrain(logits, sequences)
         self.ops.sample(logits, sample_params(sequences), self._ids[: len(sequences)])
         ids = self.ops.download(self._ids[: len(sequences)]).copy()
         for row, sequence in wanting:
             sequence.logprobs.append(token_logprob(rows[row], int(ids[row]), sequence.params.logprobs))
         return ids
+
+    def _constrain(self, logits: Array, sequences: list[Sequence]) -> None:
+        """-inf for the tokens that a sequence's constraint forbids."""
+        for row, sequence in enumerate(sequences):
+            allowed = None if sequence.constraint is None else sequence.constraint.allowed()
+            if allowed is not None:
+                kept = np.where(allowed, self.ops.download(logits[row : row + 1]), np.float32(-np.inf))
+                logits[row : row + 1] = self.ops.upload(kept)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
