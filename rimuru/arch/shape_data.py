@@ -168,7 +168,7 @@ def _v3() -> ModelShape:
 
 def _v2(lite: bool) -> ModelShape:
     yarn = _yarn(40.0, 4096, yarn_log_multiplier=0.0707)
-    routing = {"expert_shared_count": 2, "leading_dense_block_count": 1, "expert_gating_func": 1}
+    routing: dict[str, Any] = {"expert_shared_count": 2, "leading_dense_block_count": 1, "expert_gating_func": 1}
     if lite:
         keys = _latent(27, 2048, 16, 10944, (128, 64, 128)) | _experts(64, 6, 1408)
     else:

@@ -1,9 +1,8 @@
 """The layout planner: page sizes and contents of the pool, from the model's tensors alone.
 
-Rule (among layouts that waste under 5% of every kind's pages): the fewest pages per expert, then a huge page of which
-a pool of 4 GiB holds 64, then the least waste, then the smallest huge page. The padding of an SSM page is the means
-to get a small huge page: lcm(P_e, P_s) is large where the two share few factors. Below the limit a smaller huge page
-is worth no padding.
+Rule, among layouts that waste under 5% of every kind's pages: a huge page of which a pool of 4 GiB holds 64, then the
+fewest pages per expert, then the least waste, then the smallest huge page. lcm(P_e, P_s) is large where the two share
+few factors; padding of P_s is the means to get under the limit, and below it a smaller huge page is worth no padding.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _LEAST_KV_TOKENS = 8
 _MAX_KV_ELEMENT_BYTES = 4
 _MAX_SSM_DIVISOR = 64
 _MAX_EXPERT_PAGE_STEPS = 96
-_MAX_PAGE_COUNTS = 6
+_MAX_PAGE_COUNTS = 8
 TensorTable = Mapping[str, TensorInfo]
 Parent = Literal["expert", "ssm"]
 
@@ -255,7 +254,7 @@ class _Upper:
     def key(self) -> tuple[object, ...]:
         """Orders layouts with equally many pages per expert."""
         over_waste = sum(max(0.0, part - MAX_WASTE) for part in self.wastes)
-        over_limit = max(0, self.huge_bytes - max(HUGE_LIMIT_BYTES, self.expert_bytes, self.ssm_bytes))
+        over_limit = max(0, self.huge_bytes - HUGE_LIMIT_BYTES)
         expert, ssm, conv = self.wastes
         return over_waste, over_limit, round(expert + ssm, 4), round(conv, 4), self.huge_bytes
 
