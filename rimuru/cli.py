@@ -45,6 +45,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def number_list(text: str) -> list[int]:
+    """Comma-separated positive whole numbers."""
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected positive numbers separated by commas, got {text!r}")
+    return numbers
+
+
 def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
@@ -146,8 +157,6 @@ def _add_perplexity(commands: argparse._SubParsersAction, parents: list[argparse
 
 
 def _add_bench(commands: argparse._SubParsersAction, parents: list[argparse.ArgumentParser]) -> None:
-    from rimuru.commands.common import number_list
-
     parser = commands.add_parser("bench", parents=parents, help="prefill and decode rates")
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--prefill", type=number_list, default=[512], metavar="N,N")

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,17 +115,3 @@ def read_text(path: str) -> str:
         raise BadInputError(f"{path} is not UTF-8 text") from None
     except OSError as error:
         raise BadInputError(f"cannot read {path}: {error.strerror or error}") from None
-
-
-def number_list(text: str) -> list[int]:
-    """Comma-separated positive whole numbers."""
-    try:
-        numbers = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"expected positive numbers separated by commas, got {text!r}")
-    return numbers
-
-
-Command = Callable[[argparse.Namespace], int]
