@@ -61,7 +61,7 @@ class ChatTemplate:
         sources: Mapping[str, str] | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """sources: template texts by name ("default", "tool_use"); the file's own where None. now: strftime_now's clock."""
+        """sources: template texts by name ("default", "tool_use"), None for the file's own; now: their clock."""
         self._tokenizer = tokenizer
         self._sources = dict(tokenizer.chat_templates if sources is None else sources)
         if "default" not in self._sources:

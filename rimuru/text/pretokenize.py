@@ -133,8 +133,9 @@ _KINDS: tuple[tuple[str, PreTokenizer], ...] = (
     ("bailingmoe bailingmoe2 llada-moe", PreTokenizer((_BAILING,))),
     ("seed-coder", PreTokenizer((_SEED,))),
     ("kimi-k2", PreTokenizer((_KIMI,))),
-    # Digits in threes counted from the right, so that 1234567 is 1 234 567.
-    ("superbpe", PreTokenizer((r"\p{N}+", r"\d{1,3}(?=(?:\d{3})*(?!\d))"))),
+    # Digits in threes counted from the right: 1234567 is 1 234 567. The first group is cut off once per run of digits,
+    # because a look-ahead at every group would take quadratic time.
+    ("superbpe", PreTokenizer((r"\p{N}+", r"\d+", r"\A\d{1,2}(?=(?:\d{3})+\z)", r"\d{3}"))),
 )
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {name: kind for names, kind in _KINDS for name in names.split()}

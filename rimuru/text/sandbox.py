@@ -23,7 +23,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_CHARACTERS = 32 << 20
+MAX_CHARACTERS = 16 << 20
 """Characters that one rendering may write or hold in one value."""
 MAX_ELEMENTS = 1 << 20
 MAX_ROUNDS = 1_000_000
@@ -31,6 +31,39 @@ MAX_SECONDS = 5.0
 _MAX_WIDTH = 100_000
 _MAX_BITS = 1 << 14
 _WIDE_FORMAT = re.compile(r"\d{6}")
+_TICK, _JOIN = " tick", " join"  # filters that the compiled template calls; no template can spell these names
+_PASSED_BY_JINJA = (jinja2.Environment, Context, nodes.EvalContext)
+_WIDTH_FILTERS = frozenset(("center", "indent", "wordwrap", "batch", "slice", "truncate", "tojson"))
+_ELEMENT_FILTERS = frozenset(
+    (
+        "attr",
+        "batch",
+        "count",
+        "d",
+        "default",
+        "dictsort",
+        "first",
+        "groupby",
+        "items",
+        "last",
+        "length",
+        "list",
+        "map",
+        "max",
+        "min",
+        "random",
+        "reject",
+        "rejectattr",
+        "reverse",
+        "select",
+        "selectattr",
+        "slice",
+        "sort",
+        "sum",
+        "unique",
+    )
+)
+"""Filters that hand elements on without writing them as text."""
 
 
 class TemplateLimitError(jinja2.TemplateError):
@@ -83,7 +116,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: now().strftime(format)
         self.filters["tojson"] = to_json
-        self.filters = {name: _bounded_filter(function) for name, function in self.filters.items()}
+        self.filters = {name: self._bounded_filter(name, function) for name, function in self.filters.items()}
+        self.filters[_TICK] = self._tick_filter
+        self.filters[_JOIN] = _join_texts
 
     def load(self, source: str) -> jinja2.Template:
         """Compile a template text. Raises jinja2.TemplateError."""
@@ -100,7 +135,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             pieces.append(piece)
         return "".join(pieces)
 
-    def tick(self, n_characters: int = 0) -> str:
+    def _tick(self, n_characters: int = 0) -> None:
         """Count one round of a loop, one macro or one call, and the fixed text that it writes."""
         budget = self._budget
         budget.rounds -= 1
@@ -111,31 +146,44 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateLimitError(f"it writes more than {MAX_CHARACTERS} characters")
         if not budget.rounds & 0xFF and time.monotonic() > budget.deadline:
             raise TemplateLimitError(f"it runs for more than {MAX_SECONDS} seconds")
-        return ""
 
-    def join_texts(self, *parts: object) -> str:
-        """The operator `~`."""
-        texts = [str(part) for part in parts]
-        _check_characters(sum(map(len, texts)))
-        return "".join(texts)
+    @jinja2.pass_context
+    def _tick_filter(self, context: Context, n_characters: int) -> None:
+        # Asking for the context keeps the compiler from taking the call for a constant.
+        del context
+        self._tick(n_characters)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _check_operands(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self.tick()
+        self._tick()
         target = getattr(obj, "__self__", None) or getattr(getattr(obj, "__wrapped__", None), "__self__", None)
         if isinstance(target, str):
             _check_text_call(getattr(obj, "__name__", ""), target, args, kwargs)
         return super().call(context, obj, *args, **kwargs)
 
     def _count_output(self, value: object) -> object:
-        text = value if isinstance(value, str) else str(value)
-        self._budget.characters -= len(text)
+        self._budget.characters -= _text_length(value)
         if self._budget.characters < 0:
             raise TemplateLimitError(f"it writes more than {MAX_CHARACTERS} characters")
-        return text
+        return value
+
+    def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The filter with its arguments checked before it runs. Keeps what jinja2 noted on the function."""
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            self._tick()
+            values = [value for value in args if not isinstance(value, _PASSED_BY_JINJA)]
+            if name not in _ELEMENT_FILTERS:
+                for value in values:
+                    _check_characters(_text_length(value))
+            _check_filter(name, values, kwargs)
+            return function(*args, **kwargs)
+
+        return checked
 
 
 class _CountRounds(NodeTransformer):
@@ -152,19 +200,20 @@ class _CountRounds(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _environment_call("join_texts", node.nodes, node.lineno)
+        return _filter_call(_JOIN, nodes.Tuple(node.nodes, "load"), node.lineno)
 
     def _with_tick(self, node: Any) -> nodes.Node:
         n_fixed = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
         self.generic_visit(node)
-        tick = _environment_call("tick", [nodes.Const(n_fixed)], node.lineno)
-        node.body = [nodes.ExprStmt(tick).set_lineno(node.lineno), *node.body]
+        tick = nodes.ExprStmt(_filter_call(_TICK, nodes.Const(n_fixed), node.lineno))
+        node.body = [tick.set_lineno(node.lineno), *node.body]
         return node  # type: ignore[no-any-return]
 
 
-def _environment_call(method: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
-    call = nodes.Call(nodes.EnvironmentAttribute(method), arguments, [], None, None)
+def _filter_call(name: str, argument: nodes.Expr, line: int) -> nodes.Filter:
+    call = nodes.Filter(argument, name, [], [], None, None)
     call.set_lineno(line)
+    argument.set_lineno(line)
     return call
 
 
@@ -224,6 +273,36 @@ def _check_format(text: str, values: tuple[Any, ...]) -> None:
         raise TemplateLimitError(f"it asks for a width of more than {_MAX_WIDTH}")
     if "*" in text or "{" in text:
         _check_widths(values)
+    # A placeholder may name any value, and any number of them may name the same one.
+    n_placeholders = text.count("%") + text.count("{")
+    _check_characters(len(text) + n_placeholders * max(map(_text_length, values), default=0))
+
+
+def _text_length(value: object) -> int:
+    """About how long str(value) is, found without making it; stops past MAX_CHARACTERS."""
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if not isinstance(value, (list, tuple, dict)):
+        return 0
+    n_characters = 0
+    rest: list[object] = [value]
+    while rest and n_characters <= MAX_CHARACTERS:
+        item = rest.pop()
+        if isinstance(item, (str, bytes)):
+            n_characters += len(item)
+        elif isinstance(item, dict):
+            rest += item.keys()
+            rest += item.values()
+        elif isinstance(item, (list, tuple)):
+            rest += item
+        n_characters += 2
+    return n_characters
+
+
+def _join_texts(parts: tuple[object, ...]) -> str:
+    """The operator `~`."""
+    _check_characters(sum(map(_text_length, parts)))
+    return "".join(map(str, parts))
 
 
 def _check_text_call(name: str, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -243,25 +322,15 @@ def _check_replace(text: str, old: Any, new: Any) -> None:
 
 
 def _check_join(separator: str, parts: Any) -> None:
-    _check_characters(sum(len(part) if isinstance(part, str) else 0 for part in parts) + len(separator) * len(parts))
+    _check_characters(_text_length(list(parts)) + len(separator) * len(parts))
 
 
-def _bounded_filter(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter with its numbers and its texts checked before it runs. Keeps what jinja2 noted on the function."""
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        values = [value for value in args if not isinstance(value, (jinja2.Environment, Context, nodes.EvalContext))]
-        name = function.__name__
-        if name in ("do_center", "do_indent", "do_wordwrap", "do_batch", "do_slice", "do_truncate", "to_json"):
-            _check_widths((*values[1:], *kwargs.values()))
-        elif name == "do_format" and values and isinstance(values[0], str):
-            _check_format(values[0], (*values[1:], *kwargs.values()))
-        elif name == "do_replace" and len(values) >= 3:
-            _check_replace(str(values[0]), values[1], values[2])
-        elif name in ("do_join", "sync_do_join") and values and hasattr(values[0], "__len__"):
-            separator = values[1] if len(values) > 1 else kwargs.get("d", "")
-            _check_join(str(separator), values[0])
-        return function(*args, **kwargs)
-
-    return checked
+def _check_filter(name: str, values: list[Any], kwargs: dict[str, Any]) -> None:
+    if name in _WIDTH_FILTERS:
+        _check_widths((*values[1:], *kwargs.values()))
+    elif name == "format" and values and isinstance(values[0], str):
+        _check_format(values[0], (*values[1:], *kwargs.values()))
+    elif name == "replace" and len(values) >= 3:
+        _check_replace(str(values[0]), values[1], values[2])
+    elif name == "join" and values and hasattr(values[0], "__len__"):
+        _check_join(str(values[1] if len(values) > 1 else kwargs.get("d", "")), values[0])

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from rimuru.base.errors import BadInputError, UnsupportedModelError
+from rimuru.base.errors import BadInputError, FileFormatError, UnsupportedModelError
 from rimuru.formats.gguf import KeyValues, open_gguf
 from rimuru.text.byte_bpe import SPACE_MARK, ByteLevelBpe, CharacterBpe, byte_level_bytes
 from rimuru.text.guard import RenderedChat
 from rimuru.text.pretokenize import find_pre_tokenizer
 from rimuru.text.special import SpecialTokens
 from rimuru.text.spm import SentencePieceBpe
-from rimuru.text.vocab import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocab, read_vocab
+from rimuru.text.vocab import CONTROL, UNKNOWN, USER_DEFINED, Vocab, read_vocab
 
 _NO_TOKENIZER = ("none", "no_vocab")
 _SUPPORTED = ("gpt2", "llama", "gemma4")
@@ -88,10 +88,10 @@ class Tokenizer:
         if self.model == "llama":
             scores = kv.require_list("tokenizer.ggml.scores", float)
             if len(scores) < self.n_vocab:
-                raise UnsupportedModelError(
+                raise FileFormatError(
                     f"{file}: tokenizer.ggml.scores has {len(scores)} entries for {self.n_vocab} tokens"
                 )
-            not_merged = vocab.control | {i for i in range(self.n_vocab) if vocab.types[i] == BYTE}
+            not_merged = vocab.control | vocab.byte_values.keys()
             encoder = SentencePieceBpe(
                 vocab.ids, scores, not_merged, vocab.byte_ids, self.special_ids.get("unk"), self.add_space_prefix
             )
@@ -220,16 +220,8 @@ class Tokenizer:
             return text.encode("utf-8", "surrogateescape")
         if self.model == "gpt2":
             return byte_level_bytes(text)
-        if (
-            len(text) == 6
-            and text.startswith("<0x")
-            and text.endswith(">")
-            and (kind == BYTE or self.model == "gemma4")
-        ):
-            try:
-                return bytes([int(text[3:5], 16)])
-            except ValueError:
-                return text.encode()
+        if token_id in self._vocab.byte_values:
+            return bytes([self._vocab.byte_values[token_id]])
         return text.replace(SPACE_MARK, " ").encode("utf-8", "surrogateescape")
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rimuru.base.errors import FileFormatError
 from rimuru.formats.gguf import KeyValues, StringArray
 
 logger = logging.getLogger(__name__)
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Values of `tokenizer.ggml.token_type`."""
 
 _END_OF_TURN_TEXTS = (
@@ -49,6 +49,8 @@ class Vocab:
     user_defined matched in every text
     hidden       give no text when an answer is decoded
     eog_ids      end of generation
+    byte_values  ids of the byte tokens `<0xXX>` -> byte
+    byte_ids     per byte the id that spells it: `<0xXX>`, else the one-byte text, else None
     """
 
     tokens: Sequence[str]
@@ -59,7 +61,8 @@ class Vocab:
     user_defined: frozenset[int]
     hidden: frozenset[int]
     eog_ids: frozenset[int]
-    byte_ids: tuple[int | None, ...] = field(repr=False)
+    byte_values: Mapping[int, int]
+    byte_ids: tuple[int | None, ...]
 
     def text_of(self, role: str) -> str | None:
         """The token text of a special role, or None where the file has no such token."""
@@ -133,7 +136,7 @@ def _classify(
         shown.add(ids["<|end|>"])
     if "<|tool_response>" in ids and "</s>" in ids:
         ends.discard(ids["</s>"])
-    byte_ids = tuple(ids.get(f"<0x{byte:02X}>", ids.get(_raw_byte(byte))) for byte in range(256))
+    byte_texts = [f"<0x{byte:02X}>" for byte in range(256)]
     return Vocab(
         tokens=tokens,
         types=types,
@@ -145,7 +148,8 @@ def _classify(
         ),
         hidden=frozenset(control - shown),
         eog_ids=frozenset(ends),
-        byte_ids=byte_ids,
+        byte_values={ids[text]: byte for byte, text in enumerate(byte_texts) if text in ids},
+        byte_ids=tuple(ids.get(text, ids.get(_raw_byte(byte))) for byte, text in enumerate(byte_texts)),
     )
 
 
