@@ -5,9 +5,10 @@
 //
 // The members of a format, in the order of its header:
 //   BLOCK, BYTES     elements and bytes of a stored block
-//   IS_FLOAT         plain numbers; then only load8 and Raw/load/values (below)
+//   IS_FLOAT         plain numbers; then load8 and pair in place of unpack
 //   OFFSET           offset[] is used
 //   ONE_BLOCK        both groups lie in one activation block and have one scale and offset
+//   ORDER            formats of equal order have equal group(): 0 = pieces of 32 neighbours
 //   POST             power of two that keeps scale[] in float32's normal range
 //   Raw, load        the stored bytes of a piece in registers
 //   group            first element of group g of a piece, a multiple of 16, from the row's start

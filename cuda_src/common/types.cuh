@@ -8,6 +8,9 @@
 //
 // Integer sums keep offsets exact: no input below 1e35 can overflow them.
 #pragma once
+#ifdef __CUDACC__
+#include <cuda_fp16.h>
+#endif
 
 typedef signed char i8;
 typedef unsigned char u8;
@@ -16,7 +19,26 @@ typedef unsigned int u32;
 typedef long long i64;
 typedef unsigned long long u64;
 
+// Whether two types are one (NVRTC has no <type_traits> without the host's headers).
+template <class A, class B>
+struct IsSame {
+    static constexpr bool value = false;
+};
+template <class A>
+struct IsSame<A, A> {
+    static constexpr bool value = true;
+};
+
 #define ACT_BLOCK 32
+
+// The rows of an activation in the forms that kernels read.
+struct ActView {
+    const float* f32;     // [T, width]
+    const i8* values;     // [T, width]
+    const float* scales;  // [T, width / 32]
+    const int* sums;      // [T, width / 32]
+    int width;
+};
 
 // Read-only loads of packed weights. `address` has the alignment of the loaded type.
 __device__ __forceinline__ u32 load_u8(const u8* p) { return __ldg(p); }

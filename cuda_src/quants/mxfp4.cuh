@@ -13,6 +13,7 @@
 struct mxfp4 {
     static constexpr int BLOCK = 32, BYTES = 17;
     static constexpr bool IS_FLOAT = false, OFFSET = false, ONE_BLOCK = true;
+    static constexpr int ORDER = 0;
     static constexpr float POST = 0.25f;
 
     struct Raw {

@@ -13,6 +13,7 @@
 struct q3_k {
     static constexpr int BLOCK = 256, BYTES = 110;
     static constexpr bool IS_FLOAT = false, OFFSET = false, ONE_BLOCK = false;
+    static constexpr int ORDER = 3;
     static constexpr float POST = 1.0f;
 
     struct Raw {

@@ -13,6 +13,7 @@
 struct q4_k {
     static constexpr int BLOCK = 256, BYTES = 144;
     static constexpr bool IS_FLOAT = false, OFFSET = true, ONE_BLOCK = false;
+    static constexpr int ORDER = 1;
     static constexpr float POST = 1.0f;
 
     struct Raw {

@@ -12,6 +12,7 @@
 struct q6_k {
     static constexpr int BLOCK = 256, BYTES = 210;
     static constexpr bool IS_FLOAT = false, OFFSET = false, ONE_BLOCK = false;
+    static constexpr int ORDER = 2;
     static constexpr float POST = 1.0f;
 
     struct Raw {

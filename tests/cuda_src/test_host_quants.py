@@ -27,7 +27,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("no C++ compiler on this machine")
     out = tmp_path_factory.mktemp("host") / "quants.so"
     command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
-    subprocess.run([*command, f"-I{HERE.parents[1] / 'cuda_src'}", str(HERE / "host_quants.cpp"), "-o", str(out)], check=True)
+    include = f"-I{HERE.parents[1] / 'cuda_src'}"
+    subprocess.run([*command, include, str(HERE / "host_quants.cpp"), "-o", str(out)], check=True)
     return ctypes.CDLL(str(out))
 
 

@@ -1,0 +1,59 @@
+// Where expert rows are read from, and which rows of tokens an expert gets.
+//
+//   row n of a projection: addresses[expert][first_page + n / rows_per_page] + n % rows_per_page * row_bytes
+//
+// An address may be a pool page, a loading buffer or pinned host memory: the same loads in the same order read all three,
+// so results do not depend on it. An assignment is one (token, slot) pair: a = token * top_k + slot.
+#pragma once
+
+#include "common/types.cuh"
+
+struct Projection {
+    const i64* addresses;  // [n_experts, n_pages]
+    int n_pages;           // of an expert
+    int first_page;
+    int rows_per_page;
+    int row_bytes;
+};
+
+__device__ __forceinline__ const u8* expert_row(const Projection& p, int expert, int n) {
+    int page = n / p.rows_per_page;
+    i64 base = __ldg(p.addresses + (i64)expert * p.n_pages + p.first_page + page);
+    return (const u8*)base + (i64)(n - page * p.rows_per_page) * p.row_bytes;
+}
+
+// A tile of assignments of one expert: places first .. first + count of the sorted order.
+struct Item {
+    int expert;
+    int first;
+    int count;
+};
+
+// Where items come from: token_sort.cu's tables, or, where items is null, every assignment by itself.
+#define ITEM_PARAMETERS                                                  \
+    const int4 *__restrict__ items,  /* [max items], or null */          \
+        const int *__restrict__ n_items, /* [1] */                       \
+        const int *__restrict__ order,   /* [T * top_k], assignments */  \
+        const int *__restrict__ ids,     /* [T * top_k], experts */      \
+        const bool *__restrict__ active, /* [n_experts], or null = all */ \
+        int n_experts, int top_k
+
+// Item g into `item`; false where there is none or its expert cannot be read now.
+#define PICK_ITEM(item, g)                                                                               \
+    (pick_item(items, n_items, ids, g, item) && (u32)(item).expert < (u32)n_experts && \
+     (active == nullptr || active[(item).expert]))
+
+__device__ __forceinline__ bool pick_item(const int4* items, const int* n_items, const int* ids, int g, Item& item) {
+    if (items == nullptr) {
+        item = {__ldg(ids + g), g, 1};
+        return true;
+    }
+    if (g >= __ldg(n_items)) return false;
+    int4 v = __ldg(items + g);
+    item = {v.x, v.y, v.z};
+    return true;
+}
+
+__device__ __forceinline__ int item_assignment(const int4* items, const int* order, const Item& item, int i) {
+    return items == nullptr ? item.first + i : __ldg(order + item.first + i);
+}

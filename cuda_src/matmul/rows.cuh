@@ -1,0 +1,101 @@
+// Products of packed weight rows with a few tokens, by integer dot products (plain formats: by float32).
+//
+//   acc[r][t] = sum over the lane's pieces of rows[r] . activation of tokens[t]
+//
+// L neighbouring lanes share a row; lane l takes pieces l, l + L, ... A lane works on R rows and T tokens at once. The
+// order of a row's sums depends on L and on nothing else, not on R or T: results are equal for every batch size.
+#pragma once
+
+#include "common/dot.cuh"
+#include "common/warp.cuh"
+#include "quants/all.cuh"
+
+// Words of packed weights that a lane holds in flight; more hides more latency and costs registers, which the sums of
+// many tokens need too.
+#ifndef STAGE_WORDS
+#define STAGE_WORDS (TOKEN_TILE > 2 ? 32 : 64)
+#endif
+
+template <class F, int L, int R, int T>
+__device__ __forceinline__ void integer_dots(const u8* const (&rows)[R], const ActView& x, const int (&tokens)[T],
+                                             int n_tokens, int lane, float (&acc)[R][T]) {
+    constexpr int WORDS = R * (int)(sizeof(typename F::Raw) / 4);
+    constexpr int DEPTH = STAGE_WORDS / WORDS < 1 ? 1 : STAGE_WORDS / WORDS > 4 ? 4 : STAGE_WORDS / WORDS;
+    int n_pieces = x.width / 32, n_blocks = x.width / ACT_BLOCK;
+    for (int first = lane; first < n_pieces; first += L * DEPTH) {
+        typename F::Raw raw[DEPTH][R];
+#pragma unroll
+        for (int d = 0; d < DEPTH; d++) {
+            if (first + d * L < n_pieces) {
+#pragma unroll
+                for (int r = 0; r < R; r++) F::load(rows[r], first + d * L, raw[d][r]);
+            }
+        }
+#pragma unroll
+        for (int d = 0; d < DEPTH; d++) {
+            int piece = first + d * L;
+            if (piece < n_pieces) {
+                Piece w[R];
+#pragma unroll
+                for (int r = 0; r < R; r++) F::unpack(raw[d][r], piece, w[r]);
+#pragma unroll
+                for (int t = 0; t < T; t++) {
+                    if (T == 1 || t < n_tokens) {
+                        ActPiece a;
+                        i64 token = tokens[t];
+                        load_act<F>(x.values + token * x.width, x.scales + token * n_blocks, x.sums + token * n_blocks,
+                                    piece, a);
+#pragma unroll
+                        for (int r = 0; r < R; r++) acc[r][t] = dot<F>(w[r], a, acc[r][t]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+template <class F, int L, int R, int T>
+__device__ __forceinline__ void float_dots(const u8* const (&rows)[R], const ActView& x, const int (&tokens)[T],
+                                           int n_tokens, int lane, float (&acc)[R][T]) {
+    int n_chunks = x.width / 8;
+#pragma unroll 2
+    for (int c = lane; c < n_chunks; c += L) {
+        float w[R][8];
+#pragma unroll
+        for (int r = 0; r < R; r++) F::load8(rows[r] + (i64)c * 8 * F::BYTES, w[r]);
+#pragma unroll
+        for (int t = 0; t < T; t++) {
+            if (T == 1 || t < n_tokens) {
+                const float4* at = (const float4*)(x.f32 + (i64)tokens[t] * x.width) + 2 * c;
+                float4 a = __ldg(at), b = __ldg(at + 1);
+                float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+                for (int r = 0; r < R; r++) {
+#pragma unroll
+                    for (int i = 0; i < 8; i++) acc[r][t] = fmaf(w[r][i], v[i], acc[r][t]);
+                }
+            }
+        }
+    }
+}
+
+// acc[r][t] becomes the whole product in all L lanes of a row.
+template <class F, int L, int R, int T>
+__device__ __forceinline__ void row_dots(const u8* const (&rows)[R], const ActView& x, const int (&tokens)[T],
+                                         int n_tokens, int lane, float (&acc)[R][T]) {
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+#pragma unroll
+        for (int t = 0; t < T; t++) acc[r][t] = 0.0f;
+    }
+    if constexpr (F::IS_FLOAT) {
+        float_dots<F, L, R, T>(rows, x, tokens, n_tokens, lane, acc);
+    } else {
+        integer_dots<F, L, R, T>(rows, x, tokens, n_tokens, lane, acc);
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+#pragma unroll
+        for (int t = 0; t < T; t++) acc[r][t] = group_sum<L>(acc[r][t]) * F::POST;
+    }
+}

@@ -1,0 +1,147 @@
+// Experts for few tokens each, by integer dot products, rows read where they lie.
+//
+//   moe_gate_up  hidden[a] = act(gate . x[a / top_k] + b_gate) * (up . x[a / top_k] + b_up), in float32 and 8-bit blocks
+//   moe_down     out[a] = down . hidden[a] + b_down
+//
+// Grid y = items (an expert and up to TOKEN_TILE of its assignments; blocks beyond the last item end at once, so the
+// grid does not depend on the routing). moe_gate_up: grid x = 32 hidden rows, one 8-bit block, so that the block that
+// computes it also quantises it; 32 * ROW_LANES / LANE_ROWS threads. moe_down: grid x = BLOCK_WARPS * 32 / ROW_LANES *
+// LANE_ROWS rows.
+// -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DTOKEN_TILE 1 2 4 8; -DROW_LANES 8 16 32; -DLANE_ROWS 1 2 4;
+// -DBLOCK_WARPS. Moves the rows of the experts in use, once per tile of tokens.
+
+#include "common/act_store.cuh"
+#include "common/experts.cuh"
+#include "common/math.cuh"
+#include "matmul/rows.cuh"
+
+#ifdef FORMAT_UP
+
+#define UP_THREADS (32 * ROW_LANES / LANE_ROWS)
+
+// sums[t][0 = gate, 1 = up][hidden row of the block]
+typedef float HiddenSums[TOKEN_TILE][2][32];
+
+template <int R>
+__device__ __forceinline__ void keep_sums(HiddenSums& sums, int matrix, int local, int lane, const float (&acc)[R][TOKEN_TILE],
+                                          int first) {
+#pragma unroll
+    for (int r = 0; r < LANE_ROWS; r++) {
+#pragma unroll
+        for (int t = 0; t < TOKEN_TILE; t++) {
+            if ((r * TOKEN_TILE + t) % ROW_LANES == lane) sums[t][matrix][local + r] = acc[first + r][t];
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(UP_THREADS)
+    moe_gate_up(const float* __restrict__ x_f32,        // [T, width]
+                const i8* __restrict__ x_values,        // [T, width]
+                const float* __restrict__ x_scales,     // [T, width / 32]
+                const int* __restrict__ x_sums,         // [T, width / 32]
+                int width, ITEM_PARAMETERS,
+                const i64* __restrict__ addresses,      // [n_experts, n_pages]
+                int n_pages, int gate_first_page, int gate_rows_per_page, int gate_row_bytes, int up_first_page,
+                int up_rows_per_page, int up_row_bytes,
+                const float* __restrict__ gate_bias,    // [n_experts, n_hidden], or null
+                const float* __restrict__ up_bias,      // [n_experts, n_hidden], or null
+                float* __restrict__ hidden,             // [T * top_k, n_hidden]
+                ACT_PARAMETERS,                         // its 8-bit form
+                int n_hidden, int activation) {
+    __shared__ HiddenSums sums;
+    Item item;
+    if (!PICK_ITEM(item, blockIdx.y)) return;
+    Projection gate = {addresses, n_pages, gate_first_page, gate_rows_per_page, gate_row_bytes};
+    Projection up = {addresses, n_pages, up_first_page, up_rows_per_page, up_row_bytes};
+    ActView x = {x_f32, x_values, x_scales, x_sums, width};
+    int lane = threadIdx.x & 31, sub = lane % ROW_LANES;
+    int local = ((threadIdx.x >> 5) * (32 / ROW_LANES) + lane / ROW_LANES) * LANE_ROWS;
+    int first = blockIdx.x * 32 + local;
+    int tokens[TOKEN_TILE];
+#pragma unroll
+    for (int t = 0; t < TOKEN_TILE; t++)
+        tokens[t] = item_assignment(items, order, item, min(t, item.count - 1)) / top_k;
+    const u8* rows[2 * LANE_ROWS];
+#pragma unroll
+    for (int r = 0; r < LANE_ROWS; r++) {
+        int n = min(first + r, n_hidden - 1);
+        rows[r] = expert_row(up, item.expert, n);
+        rows[LANE_ROWS + r] = GATED ? expert_row(gate, item.expert, n) : rows[r];
+    }
+    if constexpr (GATED && IsSame<FORMAT_GATE, FORMAT_UP>::value) {
+        float acc[2 * LANE_ROWS][TOKEN_TILE];
+        row_dots<FORMAT_UP, ROW_LANES, 2 * LANE_ROWS, TOKEN_TILE>(rows, x, tokens, item.count, sub, acc);
+        keep_sums(sums, 1, local, sub, acc, 0);
+        keep_sums(sums, 0, local, sub, acc, LANE_ROWS);
+    } else {
+        const u8* part[LANE_ROWS];
+        float acc[LANE_ROWS][TOKEN_TILE];
+#pragma unroll
+        for (int r = 0; r < LANE_ROWS; r++) part[r] = rows[r];
+        row_dots<FORMAT_UP, ROW_LANES, LANE_ROWS, TOKEN_TILE>(part, x, tokens, item.count, sub, acc);
+        keep_sums(sums, 1, local, sub, acc, 0);
+        if constexpr (GATED) {
+#pragma unroll
+            for (int r = 0; r < LANE_ROWS; r++) part[r] = rows[LANE_ROWS + r];
+            row_dots<FORMAT_GATE, ROW_LANES, LANE_ROWS, TOKEN_TILE>(part, x, tokens, item.count, sub, acc);
+            keep_sums(sums, 0, local, sub, acc, 0);
+        }
+    }
+    __syncthreads();
+    // Activation and 8-bit form: a warp a token, a lane a hidden row.
+    int n = blockIdx.x * 32 + lane;
+    i64 at = (i64)item.expert * n_hidden + n;
+    for (int t = threadIdx.x >> 5; t < min(TOKEN_TILE, item.count); t += UP_THREADS / 32) {
+        i64 a = item_assignment(items, order, item, t);
+        float v = 0.0f;
+        if (n < n_hidden) {
+            float u = sums[t][1][lane] + (up_bias ? up_bias[at] : 0.0f);
+            float g = GATED ? sums[t][0][lane] + (gate_bias ? gate_bias[at] : 0.0f) : u;
+            v = glu(activation, g, GATED ? u : 1.0f);
+            hidden[a * n_hidden + n] = v;
+        }
+        if (act_values) store_act_block(ACT_ARGUMENTS, a, n_hidden, blockIdx.x, v);
+    }
+}
+
+#else
+
+extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32)
+    moe_down(const float* __restrict__ h_f32,      // [T * top_k, n_hidden]
+             const i8* __restrict__ h_values,      // [T * top_k, n_hidden]
+             const float* __restrict__ h_scales,   // [T * top_k, n_hidden / 32]
+             const int* __restrict__ h_sums,       // [T * top_k, n_hidden / 32]
+             int n_hidden, ITEM_PARAMETERS,
+             const i64* __restrict__ addresses,    // [n_experts, n_pages]
+             int n_pages, int first_page, int rows_per_page, int row_bytes,
+             const float* __restrict__ bias,       // [n_experts, n_out], or null
+             float* __restrict__ out,              // [T * top_k, n_out]
+             int n_out) {
+    Item item;
+    if (!PICK_ITEM(item, blockIdx.y)) return;
+    Projection down = {addresses, n_pages, first_page, rows_per_page, row_bytes};
+    ActView h = {h_f32, h_values, h_scales, h_sums, n_hidden};
+    int lane = threadIdx.x & 31, sub = lane % ROW_LANES;
+    int group = ((int)blockIdx.x * BLOCK_WARPS + (threadIdx.x >> 5)) * (32 / ROW_LANES) + lane / ROW_LANES;
+    int first = group * LANE_ROWS;
+    int assignments[TOKEN_TILE];
+#pragma unroll
+    for (int t = 0; t < TOKEN_TILE; t++) assignments[t] = item_assignment(items, order, item, min(t, item.count - 1));
+    const u8* rows[LANE_ROWS];
+#pragma unroll
+    for (int r = 0; r < LANE_ROWS; r++) rows[r] = expert_row(down, item.expert, min(first + r, n_out - 1));
+    float acc[LANE_ROWS][TOKEN_TILE];
+    row_dots<FORMAT_DOWN, ROW_LANES, LANE_ROWS, TOKEN_TILE>(rows, h, assignments, item.count, sub, acc);
+#pragma unroll
+    for (int r = 0; r < LANE_ROWS; r++) {
+#pragma unroll
+        for (int t = 0; t < TOKEN_TILE; t++) {
+            bool mine = (r * TOKEN_TILE + t) % ROW_LANES == sub;
+            int n = first + r;
+            if (mine && n < n_out && t < item.count)
+                out[(i64)assignments[t] * n_out + n] = acc[r][t] + (bias ? bias[(i64)item.expert * n_out + n] : 0.0f);
+        }
+    }
+}
+
+#endif

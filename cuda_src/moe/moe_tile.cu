@@ -1,0 +1,126 @@
+// Experts for many tokens each, on tensor cores, rows read where they lie.
+//
+//   moe_gate_up_tile  hidden[a] = act(gate . x[a / top_k] + b_gate) * (up . x[a / top_k] + b_up)
+//   moe_down_tile     out[a] = down . hidden[a] + b_down
+//
+// Activations come as halves with one scale a row (quantize_act.cu). Grid x = tiles of weight rows, y = items (an expert
+// and up to TILE_M of its assignments; blocks beyond the last item end at once). In a tile of the gated kernel each 16
+// rows are 8 gate rows and the 8 up rows of the same hidden elements, so both lie in one thread's sums.
+// -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DTILE_N, -DTILE_M as in matmul/tile.cuh.
+
+#include "common/experts.cuh"
+#include "common/math.cuh"
+#include "matmul/tile.cuh"
+
+#ifdef FORMAT_UP
+
+#define HIDDEN_TILE (GATED ? TILE_N / 2 : TILE_N)
+
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
+    moe_gate_up_tile(const __half* __restrict__ x,          // [T, width]
+                     const float* __restrict__ x_scales,    // [T]
+                     int width, ITEM_PARAMETERS,
+                     const i64* __restrict__ addresses,     // [n_experts, n_pages]
+                     int n_pages, int gate_first_page, int gate_rows_per_page, int gate_row_bytes, int up_first_page,
+                     int up_rows_per_page, int up_row_bytes,
+                     const float* __restrict__ gate_bias,   // [n_experts, n_hidden], or null
+                     const float* __restrict__ up_bias,     // [n_experts, n_hidden], or null
+                     float* __restrict__ hidden,            // [T * top_k, n_hidden]
+                     int n_hidden, int activation) {
+    extern __shared__ __align__(16) __half shared[];
+    Item item;
+    if (!PICK_ITEM(item, blockIdx.y)) return;
+    int first = blockIdx.x * HIDDEN_TILE, row = tile_weight_row();
+    bool is_up = !GATED || (row & 8);
+    Projection projection = {addresses, n_pages, is_up ? up_first_page : gate_first_page,
+                          is_up ? up_rows_per_page : gate_rows_per_page, is_up ? up_row_bytes : gate_row_bytes};
+    int mine = first + (GATED ? (row >> 4) * 8 + (row & 7) : row);
+    TileInput in;
+    in.x = x;
+    in.width = width;
+    in.weight_row = mine < n_hidden ? expert_row(projection, item.expert, mine) : nullptr;
+#pragma unroll
+    for (int i = 0; i < X_COPIES; i++) {
+        int m = tile_x_row(i);
+        in.x_rows[i] = m < item.count ? item_assignment(items, order, item, m) / top_k : -1;
+    }
+    TileSums sums;
+    if (!tile_product<FORMAT_GATE, FORMAT_UP>(in, shared, sums)) return;
+#pragma unroll
+    for (int j = 0; j < FRAGMENTS_M; j++) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            int m = sum_token(j, c);
+            if (m >= item.count) continue;
+            int a = item_assignment(items, order, item, m);
+            float x_scale = x_scales[a / top_k];
+#pragma unroll
+            for (int i = 0; i < FRAGMENTS_N; i++) {
+                float lower = sums[i][j][c] * x_scale, upper = sums[i][j][c + 2] * x_scale;
+                i64 bias_at = (i64)item.expert * n_hidden;
+                if (GATED) {
+                    int n = first + sum_row(i, 0) / 16 * 8 + (sum_row(i, 0) & 7);
+                    if (n >= n_hidden) continue;
+                    float g = lower + (gate_bias ? gate_bias[bias_at + n] : 0.0f);
+                    float u = upper + (up_bias ? up_bias[bias_at + n] : 0.0f);
+                    hidden[(i64)a * n_hidden + n] = glu(activation, g, u);
+                } else {
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        int n = first + sum_row(i, 2 * h);
+                        if (n >= n_hidden) continue;
+                        float u = (h ? upper : lower) + (up_bias ? up_bias[bias_at + n] : 0.0f);
+                        hidden[(i64)a * n_hidden + n] = glu(activation, u, 1.0f);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#else
+
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
+    moe_down_tile(const __half* __restrict__ hidden,      // [T * top_k, n_hidden]
+                  const float* __restrict__ h_scales,     // [T * top_k]
+                  int n_hidden, ITEM_PARAMETERS,
+                  const i64* __restrict__ addresses,      // [n_experts, n_pages]
+                  int n_pages, int first_page, int rows_per_page, int row_bytes,
+                  const float* __restrict__ bias,         // [n_experts, n_out], or null
+                  float* __restrict__ out,                // [T * top_k, n_out]
+                  int n_out) {
+    extern __shared__ __align__(16) __half shared[];
+    Item item;
+    if (!PICK_ITEM(item, blockIdx.y)) return;
+    Projection down = {addresses, n_pages, first_page, rows_per_page, row_bytes};
+    int first = blockIdx.x * TILE_N, mine = first + tile_weight_row();
+    TileInput in;
+    in.x = hidden;
+    in.width = n_hidden;
+    in.weight_row = mine < n_out ? expert_row(down, item.expert, mine) : nullptr;
+#pragma unroll
+    for (int i = 0; i < X_COPIES; i++) {
+        int m = tile_x_row(i);
+        in.x_rows[i] = m < item.count ? item_assignment(items, order, item, m) : -1;
+    }
+    TileSums sums;
+    if (!tile_product<FORMAT_DOWN, FORMAT_DOWN>(in, shared, sums)) return;
+#pragma unroll
+    for (int j = 0; j < FRAGMENTS_M; j++) {
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            int m = sum_token(j, c);
+            if (m >= item.count) continue;
+            i64 a = item_assignment(items, order, item, m);
+            float h_scale = h_scales[a];
+#pragma unroll
+            for (int i = 0; i < FRAGMENTS_N; i++) {
+                int n = first + sum_row(i, c);
+                if (n < n_out)
+                    out[a * n_out + n] = sums[i][j][c] * h_scale + (bias ? bias[(i64)item.expert * n_out + n] : 0.0f);
+            }
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,140 @@
+// Assignments (token, slot) grouped by expert: a stable counting sort, and the list of items for the expert kernels.
+//
+//   order[..]   assignments, by expert, then by index
+//   items[g]    {expert, first place in order, count <= item_tokens, 0}, in the order of experts
+//   n_items     their number
+//
+// moe_sort: up to 1024 assignments in one block. More: moe_sort_count (a block per 1024 assignments), moe_sort_scan (one
+// block), moe_sort_place (as moe_sort_count). An expert that is not active gets places and no items. Blocks have 1024
+// threads; thread e of a scan owns expert e. An expert id outside the range is dropped.
+
+#include "common/types.cuh"
+#include "common/warp.cuh"
+
+#define SORT_THREADS 1024
+#define MAX_EXPERTS 1024
+
+// Sum of `value` over lower threads; `total` gets the whole sum. `partial`: 33 ints, free again after the call.
+__device__ __forceinline__ int exclusive_scan(int value, int* partial, int& total) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, sum = value;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset <<= 1) {
+        int other = __shfl_up_sync(FULL_WARP, sum, offset);
+        if (lane >= offset) sum += other;
+    }
+    if (lane == 31) partial[warp] = sum;
+    __syncthreads();
+    if (warp == 0) {
+        int own = partial[lane], running = own;
+#pragma unroll
+        for (int offset = 1; offset < 32; offset <<= 1) {
+            int other = __shfl_up_sync(FULL_WARP, running, offset);
+            if (lane >= offset) running += other;
+        }
+        partial[lane] = running - own;
+        if (lane == 31) partial[32] = running;
+    }
+    __syncthreads();
+    int before = partial[warp] + sum - value;
+    total = partial[32];
+    __syncthreads();
+    return before;
+}
+
+// From the number of assignments of expert threadIdx.x: its first place; writes its items.
+__device__ __forceinline__ int plan_expert(int count, const bool* active, int n_experts, int item_tokens, int4* items,
+                                           int* n_items, int* partial) {
+    int expert = threadIdx.x, n_places, n_tiles;
+    int first = exclusive_scan(count, partial, n_places);
+    bool readable = expert < n_experts && (active == nullptr || active[expert]);
+    int tiles = readable ? (count + item_tokens - 1) / item_tokens : 0;
+    int at = exclusive_scan(tiles, partial, n_tiles);
+    for (int i = 0; i < tiles; i++)
+        items[at + i] = make_int4(expert, first + i * item_tokens, min(item_tokens, count - i * item_tokens), 0);
+    if (threadIdx.x == 0) *n_items = n_tiles;
+    return first;
+}
+
+// Counts of each warp's experts, and the rank of this thread's assignment among the equal ones of its warp.
+__device__ __forceinline__ int count_in_warp(u8 (*counts)[MAX_EXPERTS], int expert, int n_experts) {
+    for (int i = threadIdx.x; i < 32 * MAX_EXPERTS / 4; i += SORT_THREADS) ((int*)counts)[i] = 0;
+    __syncthreads();
+    u32 equal = __match_any_sync(FULL_WARP, expert);
+    int rank = __popc(equal & ((1u << (threadIdx.x & 31)) - 1));
+    if (rank == 0 && expert < n_experts) counts[threadIdx.x >> 5][expert] = (u8)__popc(equal);
+    __syncthreads();
+    return rank;
+}
+
+__device__ __forceinline__ int read_expert(const int* ids, int i, int n, int n_experts) {
+    int expert = i < n ? ids[i] : n_experts;
+    return (u32)expert < (u32)n_experts ? expert : n_experts;
+}
+
+__device__ __forceinline__ int rank_in_block(u8 (*counts)[MAX_EXPERTS], int expert, int rank) {
+    for (int warp = 0; warp < (int)(threadIdx.x >> 5); warp++) rank += counts[warp][expert];
+    return rank;
+}
+
+extern "C" __global__ void __launch_bounds__(SORT_THREADS)
+    moe_sort(const int* __restrict__ ids,      // [n]
+             const bool* __restrict__ active,  // [n_experts], or null = all
+             int* __restrict__ order,          // [n]
+             int4* __restrict__ items,         // [max items]
+             int* __restrict__ n_items,        // [1]
+             int n, int n_experts, int item_tokens) {
+    __shared__ __align__(16) u8 counts[32][MAX_EXPERTS];
+    __shared__ int partial[33], first[MAX_EXPERTS];
+    int expert = read_expert(ids, threadIdx.x, n, n_experts);
+    int rank = count_in_warp(counts, expert, n_experts);
+    int count = 0;
+    for (int warp = 0; warp < (n + 31) / 32; warp++) count += counts[warp][threadIdx.x];
+    first[threadIdx.x] = plan_expert(count, active, n_experts, item_tokens, items, n_items, partial);
+    __syncthreads();
+    if (expert < n_experts) order[first[expert] + rank_in_block(counts, expert, rank)] = threadIdx.x;
+}
+
+extern "C" __global__ void __launch_bounds__(SORT_THREADS)
+    moe_sort_count(const int* __restrict__ ids,     // [n]
+                   int* __restrict__ block_counts,  // [blocks, n_experts]
+                   int n, int n_experts) {
+    __shared__ int counts[MAX_EXPERTS];
+    counts[threadIdx.x] = 0;
+    __syncthreads();
+    int expert = read_expert(ids, blockIdx.x * SORT_THREADS + threadIdx.x, n, n_experts);
+    if (expert < n_experts) atomicAdd(counts + expert, 1);
+    __syncthreads();
+    if (threadIdx.x < n_experts) block_counts[blockIdx.x * n_experts + threadIdx.x] = counts[threadIdx.x];
+}
+
+extern "C" __global__ void __launch_bounds__(SORT_THREADS)
+    moe_sort_scan(int* __restrict__ block_counts,   // [blocks, n_experts]; becomes each block's first places
+                  const bool* __restrict__ active,  // [n_experts], or null = all
+                  int4* __restrict__ items,         // [max items]
+                  int* __restrict__ n_items,        // [1]
+                  int n_blocks, int n_experts, int item_tokens) {
+    __shared__ int partial[33];
+    int expert = threadIdx.x, count = 0;
+    if (expert < n_experts) {
+        for (int b = 0; b < n_blocks; b++) count += block_counts[b * n_experts + expert];
+    }
+    int place = plan_expert(count, active, n_experts, item_tokens, items, n_items, partial);
+    if (expert < n_experts) {
+        for (int b = 0; b < n_blocks; b++) {
+            int here = block_counts[b * n_experts + expert];
+            block_counts[b * n_experts + expert] = place;
+            place += here;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(SORT_THREADS)
+    moe_sort_place(const int* __restrict__ ids,           // [n]
+                   const int* __restrict__ block_places,  // [blocks, n_experts]
+                   int* __restrict__ order,               // [n]
+                   int n, int n_experts) {
+    __shared__ __align__(16) u8 counts[32][MAX_EXPERTS];
+    int i = blockIdx.x * SORT_THREADS + threadIdx.x, expert = read_expert(ids, i, n, n_experts);
+    int rank = count_in_warp(counts, expert, n_experts);
+    if (expert < n_experts) order[block_places[blockIdx.x * n_experts + expert] + rank_in_block(counts, expert, rank)] = i;
+}
