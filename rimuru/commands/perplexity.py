@@ -34,7 +34,8 @@ def perplexity(args: argparse.Namespace) -> int:
         print_json(result)
     else:
         print(
-            f"perplexity {result['perplexity']:.4f} +- {result['standard_error']:.4f} over {result['scored_tokens']} tokens"
+            f"perplexity {result['perplexity']:.4f} +- {result['standard_error']:.4f} "
+            f"over {result['scored_tokens']} tokens"
         )
     return 0
 

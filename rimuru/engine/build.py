@@ -256,8 +256,8 @@ class _Builder:
         left = resolved.memory_bytes - dense_bytes - scratch_bytes
         if left < layout.huge_bytes:
             raise NotEnoughMemoryError(
-                f"dense weights ({human_bytes(dense_bytes)}) and scratch ({human_bytes(scratch_bytes)}) leave no page of "
-                f"the memory budget of {human_bytes(resolved.memory_bytes)}; give more --memory"
+                f"dense weights ({human_bytes(dense_bytes)}) and scratch ({human_bytes(scratch_bytes)}) leave no page "
+                f"of the memory budget of {human_bytes(resolved.memory_bytes)}; give more --memory"
             )
         top_k = max(
             (layer.ffn.top_k for layer in self.model_config.layers if isinstance(layer.ffn, MoeSpec)), default=0

@@ -1,4 +1,4 @@
-"""Experts as the reserve of requests: what the scheduler asks when pages are short (design section 3, policy `paper`)."""
+"""Experts as the reserve of requests: what the scheduler asks when pages are short (policy `paper`)."""
 
 from __future__ import annotations
 

@@ -265,7 +265,8 @@ class HostExpertStore:
             resident = self.residency.resident[slot, : layer.n_experts]
             if (has_address != resident).any():
                 raise AuditError(
-                    f"layer slot {slot}: {int(has_address.sum())} experts have addresses, {int(resident.sum())} are resident"
+                    f"layer slot {slot}: {int(has_address.sum())} experts have addresses, "
+                    f"{int(resident.sum())} are resident"
                 )
         pages = int((self.residency.resident.sum(axis=1) * self.residency.n_pages).sum())
         lent = self.pool.stats()["views"]["expert"]["pages"]

@@ -19,7 +19,7 @@ from rimuru.ops.base import Array, ExpertTable, KvLayer, Ops, StateLayer
 
 @dataclass(slots=True)
 class Wave:
-    """Experts of one layer that can be read now. `active` [n_experts] bool, or None where all that were asked for can."""
+    """Experts of one layer that can be read now. `active` [n_experts] bool, or None where all asked for can."""
 
     table: ExpertTable
     active: Array | None

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rimuru.ops.base import Act, Array, MoeScratch, Ops
 from rimuru.arch.spec import MoeSpec
+from rimuru.ops.base import Act, Array, MoeScratch, Ops
 
 
 class Workspace:
