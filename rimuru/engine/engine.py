@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rimuru.base import env
-from rimuru.base.errors import BadInputError, ContextLengthError
+from rimuru.base.errors import BadInputError, ContextLengthError, RimuruError
 from rimuru.engine.assemble import assemble
 from rimuru.engine.runner import Runner
 from rimuru.engine.sampler import Sampler
@@ -22,6 +23,8 @@ from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import PoolLayout
 from rimuru.plan import PlannedTokens, StepPlan
 from rimuru.request import SamplingParams, Sequence, TokenConstraint
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -127,10 +130,14 @@ class Engine:
         report = StepReport([], self._fail(plan))
         if plan.items:
             self._begin()
-            logits = self.runner.run(assemble(plan.items, self.cache, self.layout))
             sampling = [item.sequence for item in plan.items if item.samples]
-            token_ids = self.sampler.sample(logits, sampling) if sampling else []
-            self._commit(plan, sampling, token_ids, report)
+            try:
+                logits = self.runner.run(assemble(plan.items, self.cache, self.layout))
+                token_ids = self.sampler.sample(logits, sampling) if sampling else []
+            except Exception as error:
+                self._fail_step(plan, error, report)
+            else:
+                self._commit(plan, sampling, token_ids, report)
         if env.audit_every_step() or not self.scheduler.has_work:
             self.audit()
         return report
@@ -150,6 +157,23 @@ class Engine:
         for sequence in plan.failed:
             sequence.state = "finished"
         return list(plan.failed)
+
+    def _fail_step(self, plan: StepPlan, error: Exception, report: StepReport) -> None:
+        """A step that broke ends the requests in it, with the reason; what they wrote to the cache is not reused."""
+        log.error(
+            "a step with %d requests failed: %s", len(plan.items), error, exc_info=not isinstance(error, RimuruError)
+        )
+        for item in plan.items:
+            sequence = item.sequence
+            if not isinstance(error, RimuruError):
+                sequence.error = RimuruError(
+                    f"the engine failed in this request's step: {type(error).__name__}: {error}"
+                )
+                sequence.error.__cause__ = error
+            else:
+                sequence.error = error
+            self.scheduler.remove(sequence, keep_prefix=False)
+            report.ended.append(sequence)
 
     def _commit(self, plan: StepPlan, sampling: list[Sequence], token_ids: np.ndarray, report: StepReport) -> None:
         """Move the marks of the sequences that ran, append the sampled tokens, let the finished go."""

@@ -152,11 +152,11 @@ class Scheduler:
             return True
         return self.room.make(sequence.seq_id, wanted) and self.cache.can_extend(sequence.seq_id, wanted)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence, keep_prefix: bool = True) -> None:
         """Take a finished, failed or cancelled sequence out, wherever it is; its pages go back exactly once."""
         if sequence.state == "running":
             self.running.remove(sequence)
-            self.cache.release(sequence.seq_id)
+            self.cache.release(sequence.seq_id, keep_prefix)
         elif sequence.state == "waiting" and sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.state = "finished"

@@ -152,3 +152,14 @@ def test_random_requests_and_cancels_leave_nothing_behind(
     assert not engine.has_work and len(engine.cache) == 0
     engine.cache.evict_prefix(1 << 20)
     assert engine.pool.stats()["free_bytes"] == engine.pool.total_bytes
+
+
+def test_a_step_that_breaks_fails_its_requests_only() -> None:
+    engine = fake_engine(n_huge=8, max_sequences=1)
+    doomed, waiting = engine.add(prompt(1, 3), GREEDY), engine.add(prompt(2, 3), GREEDY)
+    engine.runner.fail_next = True
+    report = engine.step()
+    assert report.ended == [doomed] and doomed.error is not None and "on fire" in str(doomed.error)
+    run(engine, [waiting])
+    assert waiting.output_ids == expected_answer(prompt(2, 3), 6)
+    engine.audit()
