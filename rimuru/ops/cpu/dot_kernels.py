@@ -1,0 +1,303 @@
+"""The loops around `dot_formats`: written once, for every format.
+
+All kernels take addresses and counts as 64-bit integers. `n_in` is the width of a row in elements.
+
+    rows(w, row_bytes, n_rows, x, n_in, out)                 out[r] = w[r] . x for one token
+    expand(w, row_bytes, n_rows, n_in, panel)                rows -> panel, to be used by many tokens
+    tile_N(panel, panel_row_bytes, n_in, tokens, out, out_stride, offset)
+                                                             out[t][0..3] = 4 panel rows . x[tokens[t]], t = 0..N-1
+
+`x` is a row of activation records (quantize.py) for quantised weights, and plain float32 for float weights. A panel row is
+n_super records of PANEL_BYTES, or float32 padded to 16.
+
+The result of a (row, token) is the same in `rows` and in every `tile_N`: lane b sums block b of all superblocks in order,
+each block's integer product exact, then one fixed tree over the lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from rimuru.ops.cpu.dot_formats import BLOCKS, DotFormat, Unpacked
+from rimuru.ops.cpu.quantize_record import QUANTS_AT, RECORD_BYTES, SCALES_AT, SUMS16_AT, SUMS32_AT
+from rimuru.ops.cpu.simd import F16, F32, F32X8, F32X16, I8, I16, I32, I32X8, I32X16, I64, Emitter, Kernel, V, Var
+
+PANEL_BYTES = 448
+"""A superblock of a panel row: [256 quants][8 scales][8 minimums][16 sub-scales][16 sub-minimums], 4 bytes each."""
+SCALE_AT, MINIMUM_AT, SUB_SCALE_AT, SUB_MINIMUM_AT = 256, 288, 320, 384
+TILE_ROWS = 4
+
+
+# ---- one superblock
+
+
+class _Act:
+    """A token's record of one superblock."""
+
+    def __init__(self, k: Kernel, address: V, per_16: bool, has_minimum: bool, offset: int | V) -> None:
+        self.k = k
+        self.address = address
+        self.scale = k.load(address + SCALES_AT, F32X8)
+        sums = [k.load(address + SUMS16_AT + 32 * h, I32X8) for h in (0, 1)] if per_16 else []
+        if not per_16:
+            sums = [k.load(address + SUMS32_AT, I32X8)]
+        self.sums = sums
+        # products start from what the weights' offset adds to them
+        zero = k.const(0, I32X8)
+        self.starts = [(zero if has_minimum else -(s * offset)).padded() for s in sums]
+        self.scaled_sum = self.scale * sums[0].to_f32() if has_minimum and not per_16 else None
+
+    def quad(self, p: int) -> V:
+        return self.k.load(self.address + QUANTS_AT + 64 * p, I32X16)
+
+
+def _accumulate(k: Kernel, acc: V, w: Unpacked, a: _Act) -> V:
+    """acc[b] += weights . activations of block b. The only place that defines the order of float operations."""
+    if w.sub_scales is None:
+        lanes = a.starts[0]
+        for p in range(4):
+            lanes = k.dot4(lanes, w.quads[p], a.quad(p))
+    else:
+        parts = []
+        for h in (0, 1):
+            part = a.starts[h]
+            for p in (2 * h, 2 * h + 1):
+                part = k.dot4(part, w.quads[p], a.quad(p))
+            parts.append(part * w.sub_scales[h].twice())
+        lanes = parts[0] + parts[1]
+    total = lanes.low() + lanes.high()
+    acc = k.fma(total.to_f32(), w.scale * a.scale, acc)
+    if w.sub_minimums is not None:
+        minimum = w.sub_minimums[0] * a.sums[0] + w.sub_minimums[1] * a.sums[1]
+        assert w.minimum is not None
+        return k.fma(-minimum.to_f32(), w.minimum * a.scale, acc)
+    if w.minimum is not None:
+        assert a.scaled_sum is not None
+        return k.fma(-w.minimum, a.scaled_sum, acc)
+    return acc
+
+
+def _sum_lanes(acc: V) -> V:
+    """Sum of all lanes as a fixed tree: halves added until one is left."""
+    while True:
+        half = acc.low() + acc.high()
+        if half.type.count == 1:
+            return half.lane(0)
+        acc = half
+
+
+def _n_super(n_in: V) -> V:
+    return (n_in + 255) >> 8
+
+
+class _Row:
+    """Superblocks of a packed row; the last one, if it is not whole, from a zero-padded copy."""
+
+    def __init__(self, k: Kernel, fmt: DotFormat, n_in: V) -> None:
+        self.k = k
+        self.fmt = fmt
+        self.n_whole = n_in >> 8
+        self.n_rest = (n_in & 255) >> 5
+        self.has_rest = fmt.super_bytes % BLOCKS == 0 and fmt.name[-2:] not in ("_k", "xs")
+        if self.has_rest:
+            self.copy = k.scratch(fmt.super_bytes)
+            with k.loop(k.i64(fmt.super_bytes)) as i:
+                k.store(k.const(0, I8), self.copy + i)
+
+    def start(self, row: V) -> None:
+        """Bring the row's rest into the copy."""
+        if self.has_rest:
+            rest = row + self.n_whole * self.fmt.super_bytes
+            with self.k.loop(self.n_rest * (self.fmt.super_bytes // BLOCKS)) as i:
+                self.k.store(self.k.load(rest + i, I8), self.copy + i)
+
+    def superblock(self, row: V, s: V) -> V:
+        address = row + s * self.fmt.super_bytes
+        return s.compare("<", self.n_whole).select(address, self.copy) if self.has_rest else address
+
+
+# ---- quantised weights
+
+
+def emit_rows(
+    fmt: DotFormat, k: Kernel, w: V, row_bytes: V, n_rows: V, x: V, n_in: V, out: V
+) -> None:
+    """One token."""
+    packed = _Row(k, fmt, n_in)
+    n_super = _n_super(n_in)
+    with k.loop(n_rows) as r:
+        row = w + r * row_bytes
+        packed.start(row)
+        acc = k.var(k.const(0.0, F32X8))
+        with k.loop(n_super) as s:
+            a = _Act(k, x + s * RECORD_BYTES, fmt.per_16, fmt.has_minimum, fmt.offset)
+            acc.set(_accumulate(k, acc.get(), fmt.unpack(k, packed.superblock(row, s)), a))
+        k.store(_sum_lanes(acc.get()), out + r * 4)
+
+
+def emit_expand(fmt: DotFormat, k: Kernel, w: V, row_bytes: V, n_rows: V, n_in: V, panel: V) -> None:
+    """Rows to panel records."""
+    packed = _Row(k, fmt, n_in)
+    n_super = _n_super(n_in)
+    target = k.var(panel)
+    with k.loop(n_rows) as r:
+        row = w + r * row_bytes
+        packed.start(row)
+        with k.loop(n_super) as s:
+            u = fmt.unpack(k, packed.superblock(row, s))
+            at = target.get()
+            for p in range(4):
+                k.store(u.quads[p], at + 64 * p)
+            k.store(u.scale, at + SCALE_AT)
+            if u.minimum is not None:
+                k.store(u.minimum, at + MINIMUM_AT)
+            for pair, offset in ((u.sub_scales, SUB_SCALE_AT), (u.sub_minimums, SUB_MINIMUM_AT)):
+                if pair is not None:
+                    k.store(pair[0].concat(pair[1]), at + offset)
+            target.set(at + PANEL_BYTES)
+
+
+class _PanelRecord(Sequence[V]):
+    """The quads of a panel record, loaded where they are used."""
+
+    def __init__(self, k: Kernel, at: V) -> None:
+        self.k = k
+        self.at = at
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, p):  # type: ignore[no-untyped-def, override]
+        return self.k.load(self.at + 64 * p, I32X16)
+
+
+def _from_panel(k: Kernel, at: V, per_16: bool, has_minimum: bool) -> Unpacked:
+    def pair(offset: int) -> tuple[V, V]:
+        return k.load(at + offset, I32X8), k.load(at + offset + 32, I32X8)
+
+    return Unpacked(
+        _PanelRecord(k, at),
+        k.load(at + SCALE_AT, F32X8),
+        k.load(at + MINIMUM_AT, F32X8) if has_minimum else None,
+        pair(SUB_SCALE_AT) if per_16 else None,
+        pair(SUB_MINIMUM_AT) if per_16 and has_minimum else None,
+    )
+
+
+def emit_tile(
+    kind: tuple[bool, bool], n_tokens: int,
+    k: Kernel, panel: V, panel_row_bytes: V, n_in: V, tokens: V, out: V, out_stride: V, offset: V,
+) -> None:  # fmt: skip
+    """TILE_ROWS rows x n_tokens tokens in registers."""
+    per_16, has_minimum = kind
+    starts = [k.load(tokens + 8 * t, I64) for t in range(n_tokens)]
+    accs = [[k.var(k.const(0.0, F32X8)) for _ in range(n_tokens)] for _ in range(TILE_ROWS)]
+    offset_lanes = offset.trunc(I32).splat(8)
+    with k.loop(_n_super(n_in)) as s:
+        acts = [_Act(k, start + s * RECORD_BYTES, per_16, has_minimum, offset_lanes) for start in starts]
+        for r in range(TILE_ROWS):
+            w = _from_panel(k, panel + panel_row_bytes * r + s * PANEL_BYTES, per_16, has_minimum)
+            for t, act in enumerate(acts):
+                accs[r][t].set(_accumulate(k, accs[r][t].get(), w, act))
+    _store_tile(k, accs, out, out_stride)
+
+
+def _store_tile(k: Kernel, accs: list[list[Var]], out: V, out_stride: V) -> None:
+    for t in range(len(accs[0])):
+        k.store(k.vector([_sum_lanes(row[t].get()) for row in accs]), out + out_stride * t)
+
+
+# ---- float weights
+
+
+def _floats(name: str, k: Kernel, address: V, n: int) -> V:
+    """n float weights as float32."""
+    if name == "f32":
+        return k.load(address, type(F32X16)(F32, n))
+    if name == "f16":
+        return k.load(address, type(F32X16)(F16, n)).to_f32()
+    return (k.load(address, type(F32X16)(I16, n)).zext(I32) << 16).bitcast(type(F32X16)(F32, n))
+
+
+def _float_rows(name: str, n_rows: int, k: Kernel, rows: list[V], x: V, n_in: V, rest: V, out: V) -> None:
+    """n_rows rows . x; the rest of each row has been brought to float32 at rest + 64 r by the caller's copy."""
+    size = 4 if name == "f32" else 2
+    accs = [k.var(k.const(0.0, F32X16)) for _ in rows]
+    whole = n_in & -16
+    with k.loop(whole, step=16) as i:
+        a = k.load(x + i * 4, F32X16)
+        for row, acc in zip(rows, accs, strict=True):
+            acc.set(k.fma(_floats(name, k, row + i * size, 16), a, acc.get()))
+    n_rest = n_in - whole
+    with k.when(n_rest.compare(">", 0)):
+        a = k.load_f32_head(x + whole * 4, n_rest)
+        for r, (row, acc) in enumerate(zip(rows, accs, strict=True)):
+            with k.loop(n_rest) as i:
+                k.store(_floats(name, k, row + (whole + i) * size, 1).lane(0), rest + i * 4)
+            acc.set(k.fma(k.load(rest, F32X16), a, acc.get()))
+            k.store(_sum_lanes(acc.get()), out + 4 * r)
+    with k.when(n_rest.compare("==", 0)):
+        for r, acc in enumerate(accs):
+            k.store(_sum_lanes(acc.get()), out + 4 * r)
+
+
+def emit_float_rows(name: str, k: Kernel, w: V, row_bytes: V, n_rows: V, x: V, n_in: V, out: V) -> None:
+    """One token; four rows at a time hide the latency of the multiply-adds."""
+    rest = k.scratch(64)
+    k.store(k.const(0, I32X16), rest)
+    n_fours = n_rows & -4
+    with k.loop(n_fours, step=4) as r:
+        rows = [w + (r + i) * row_bytes for i in range(4)]
+        _float_rows(name, 4, k, rows, x, n_in, rest, out + r * 4)
+    with k.loop(n_rows, start=n_fours) as r:
+        _float_rows(name, 1, k, [w + r * row_bytes], x, n_in, rest, out + r * 4)
+
+
+def emit_float_expand(name: str, k: Kernel, w: V, row_bytes: V, n_rows: V, n_in: V, panel: V) -> None:
+    """Rows to float32, padded with zeros to 16."""
+    size = 4 if name == "f32" else 2
+    whole = n_in & -16
+    stride = ((n_in + 15) & -16) * 4
+    with k.loop(n_rows) as r:
+        row, target = w + r * row_bytes, panel + r * stride
+        with k.loop(whole, step=16) as i:
+            k.store(_floats(name, k, row + i * size, 16), target + i * 4)
+        with k.when(whole.compare("<", n_in)):
+            k.store(k.const(0.0, F32X16), target + whole * 4)
+            with k.loop(n_in, start=whole) as i:
+                k.store(_floats(name, k, row + i * size, 1).lane(0), target + i * 4)
+
+
+def emit_float_tile(
+    n_tokens: int, k: Kernel, panel: V, panel_row_bytes: V, n_in: V, tokens: V, out: V, out_stride: V, offset: V
+) -> None:
+    """TILE_ROWS float rows x n_tokens tokens in registers."""
+    starts = [k.load(tokens + 8 * t, I64) for t in range(n_tokens)]
+    accs = [[k.var(k.const(0.0, F32X16)) for _ in range(n_tokens)] for _ in range(TILE_ROWS)]
+    whole = n_in & -16
+
+    def step(i: V, acts: list[V]) -> None:
+        for r in range(TILE_ROWS):
+            w = k.load(panel + panel_row_bytes * r + i * 4, F32X16)
+            for t, a in enumerate(acts):
+                accs[r][t].set(k.fma(w, a, accs[r][t].get()))
+
+    with k.loop(whole, step=16) as i:
+        step(i, [k.load(start + i * 4, F32X16) for start in starts])
+    n_rest = n_in - whole
+    with k.when(n_rest.compare(">", 0)):
+        step(whole, [k.load_f32_head(start + whole * 4, n_rest) for start in starts])
+    _store_tile(k, accs, out, out_stride)
+
+
+def rows_emitter(fmt: DotFormat | str) -> Emitter:
+    return partial(emit_float_rows, fmt) if isinstance(fmt, str) else partial(emit_rows, fmt)
+
+
+def expand_emitter(fmt: DotFormat | str) -> Emitter:
+    return partial(emit_float_expand, fmt) if isinstance(fmt, str) else partial(emit_expand, fmt)
+
+
+def tile_emitter(fmt: DotFormat | str, n_tokens: int) -> Emitter:
+    return partial(emit_float_tile, n_tokens) if isinstance(fmt, str) else partial(emit_tile, fmt.kind, n_tokens)

@@ -1,0 +1,218 @@
+"""Running compiled kernels on several cores.
+
+A *worker* is a Numba C function `worker(context, index)`; `context` is the address of an int64 array that holds all its
+arguments. Workers take chunks of work from the counter in context[0] until none is left, so results do not depend on who
+did what, and a launch is over when the work is: a core that is busy with something else is not waited for.
+
+That is why this is no `prange`: its barrier waits for every thread, and on a machine with other programs each launch then
+takes a scheduler's time slice. The threads here spin for a fraction of a millisecond after a launch, then sleep.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import numba
+import numpy as np
+from numba import njit, types
+
+from rimuru.ops.cpu.simd_calls import call, exchange, fetch_add, i64_at, load_atomic, pause
+
+_OPEN = 1 << 32
+_SPINS = 20_000
+"""About 0.3 ms of waiting before a thread sleeps: longer than the pause between two launches of a decode step."""
+_LINE = 8  # int64s of a cache line
+_STATE, _GENERATION, _WORKER, _CONTEXT, _USABLE, _PARKED = 0, 1 * _LINE, 2 * _LINE, 2 * _LINE + 1, 2 * _LINE + 2, 3 * _LINE
+
+_FLAGS: dict[str, bool] = dict(cache=True, nogil=True, fastmath=False)
+_I64 = types.int64
+
+
+@njit(_I64(_I64, _I64, _I64, _I64), **_FLAGS)
+def _open(pool: int, worker: int, context: int, n_threads: int) -> int:
+    """Announce work; the number of threads that sleep."""
+    p = i64_at(pool, (3 + n_threads) * _LINE)
+    p[_WORKER] = worker
+    p[_CONTEXT] = context
+    fetch_add(pool + _GENERATION * 8, 1)
+    fetch_add(pool + _STATE * 8, _OPEN)
+    n = 0
+    for i in range(1, n_threads):
+        n += load_atomic(pool + (_PARKED + i * _LINE) * 8)
+    return n
+
+
+@njit(types.void(_I64, _I64), **_FLAGS)
+def _run_here(worker: int, context: int) -> None:
+    call(worker, (context, 0))
+
+
+@njit(_I64(_I64, _I64, _I64), **_FLAGS)
+def _run_and_close(pool: int, worker: int, context: int) -> int:
+    """Take part, then let nobody else in; the number of threads still at work after some waiting."""
+    call(worker, (context, 0))
+    inside = fetch_add(pool + _STATE * 8, -_OPEN) - _OPEN
+    for _ in range(_SPINS):
+        if inside == 0:
+            return 0
+        pause()
+        inside = load_atomic(pool + _STATE * 8)
+    return inside
+
+
+@njit(_I64(_I64), **_FLAGS)
+def _inside(pool: int) -> int:
+    return load_atomic(pool + _STATE * 8)
+
+
+@njit(_I64(_I64, _I64, _I64, _I64), **_FLAGS)
+def _serve(pool: int, index: int, served: int, spins: int) -> int:
+    """Take part in launches until none has come for some time; the generation served last."""
+    state, generation = pool + _STATE * 8, pool + _GENERATION * 8
+    idle = 0
+    while idle < spins:
+        if load_atomic(generation) == served or load_atomic(state) < _OPEN:
+            pause()
+            idle += 1
+            continue
+        if fetch_add(state, 1) >= _OPEN:
+            # inside: the launch cannot end, so its description cannot change
+            served = load_atomic(generation)
+            p = i64_at(pool, 3 * _LINE)
+            if index < p[_USABLE]:
+                call(p[_WORKER], (p[_CONTEXT], index))
+                idle = 0
+        fetch_add(state, -1)
+        idle += 1
+    return served
+
+
+@njit(_I64(_I64, _I64), **_FLAGS)
+def _swap(address: int, value: int) -> int:
+    return exchange(address, value)
+
+
+class _Pool:
+    """Threads that wait for launches. Thread 0 is the caller's."""
+
+    def __init__(self, n_threads: int) -> None:
+        self.n_threads = n_threads
+        self.usable = n_threads
+        self.pid = os.getpid()
+        self.memory = np.zeros((3 + n_threads) * _LINE, np.int64)
+        self.memory[_USABLE] = n_threads
+        self.address = address_of(self.memory)
+        self.lock = threading.Lock()
+        self.gates = [threading.Lock() for _ in range(n_threads)]
+        for i in range(1, n_threads):
+            self.gates[i].acquire()
+            threading.Thread(target=self._thread, args=(i,), name=f"rimuru-cpu-{i}", daemon=True).start()
+
+    def _parked(self, i: int) -> int:
+        return self.address + (_PARKED + i * _LINE) * 8
+
+    def _thread(self, i: int) -> None:
+        served = 0
+        while True:
+            served = _serve(self.address, i, served, _SPINS)
+            # sleep; whoever turns the flag back to 0 first decides who opens the gate
+            _swap(self._parked(i), 1)
+            if _inside(self.address) >= _OPEN and self.memory[_GENERATION] != served and _swap(self._parked(i), 0) == 1:
+                continue
+            self.gates[i].acquire()
+
+    def launch(self, worker: int, context: int) -> None:
+        with self.lock:
+            if _open(self.address, worker, context, self.n_threads):
+                for i in range(1, self.usable):
+                    if _swap(self._parked(i), 0) == 1:
+                        self.gates[i].release()
+            if _run_and_close(self.address, worker, context):
+                while _inside(self.address):
+                    time.sleep(0)
+
+
+_pool: _Pool | None = None
+_threads = numba.config.NUMBA_NUM_THREADS
+_pool_lock = threading.Lock()
+
+
+def set_threads(n: int) -> None:
+    """Cores to use from now on, at least 1."""
+    global _threads
+    _threads = max(1, n)
+    numba.set_num_threads(min(_threads, numba.config.NUMBA_NUM_THREADS))
+
+
+def threads() -> int:
+    """Cores in use."""
+    return _threads
+
+
+def _current_pool() -> _Pool:
+    global _pool
+    pool = _pool
+    if pool is None or pool.n_threads < _threads or pool.pid != os.getpid():
+        with _pool_lock:
+            pool = _pool = _Pool(_threads)
+    if pool.usable != _threads:
+        with pool.lock:
+            pool.usable = _threads
+            pool.memory[_USABLE] = _threads
+    return pool
+
+
+def launch(worker: int, context: int, parallel: bool = True) -> None:
+    """Run a worker on all cores, or in this thread where the work is not worth sharing (a few microseconds)."""
+    if parallel and _threads > 1:
+        _current_pool().launch(worker, context)
+    else:
+        _run_here(worker, context)
+
+
+def address_of(array: np.ndarray) -> int:
+    """Address of an array's first element."""
+    return array.__array_interface__["data"][0]
+
+
+def aligned_empty(n_bytes: int) -> np.ndarray:
+    """uint8 [n_bytes] that starts on a cache line."""
+    raw = np.empty(n_bytes + 64, np.uint8)
+    start = -address_of(raw) % 64
+    return raw[start : start + n_bytes]
+
+
+class Workspace:
+    """Memory of the workers of one kind of kernel, grown on demand and kept.
+
+    One per calling thread (`workspace`), so that two threads that run kernels never share it.
+    """
+
+    def __init__(self) -> None:
+        self.context = np.zeros(512, np.int64)
+        self.context_f64 = self.context.view(np.float64)
+        self.context_address = address_of(self.context)
+        self.scratch = aligned_empty(0)
+        self.scratch_address = 0
+
+    def reserve(self, n_bytes_per_worker: int) -> int:
+        """Address of n_bytes_per_worker bytes for each of the cores in use."""
+        n_bytes = n_bytes_per_worker * threads()
+        if self.scratch.nbytes < n_bytes:
+            self.scratch = aligned_empty(n_bytes)
+            self.scratch[:] = 0
+            self.scratch_address = address_of(self.scratch)
+        return self.scratch_address
+
+
+_local = threading.local()
+
+
+def workspace() -> Workspace:
+    """The calling thread's workspace."""
+    found = getattr(_local, "workspace", None)
+    if found is None:
+        found = _local.workspace = Workspace()
+    return found
