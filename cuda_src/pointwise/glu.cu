@@ -4,6 +4,7 @@
 //   multiply    out = a * b
 //   row_gate    out[t] = sigmoid(weight . x[t])
 //   gather_rows out[i] = x[rows[i]]
+//   take_tokens ids[t] = previous[-1 - ids[t]] where ids[t] < 0: tokens that the host has not seen yet
 //   finish_logits  l *= scale; l = cap * tanh(l / cap) where cap > 0
 
 #include "common/math.cuh"
@@ -58,6 +59,15 @@ extern "C" __global__ void gather_rows(const float* __restrict__ x,   // [T, wid
     const float* in = x + (long long)source * width;
     float* to = out + (long long)blockIdx.x * width;
     for (int c = threadIdx.x; c < width; c += blockDim.x) to[c] = in[c];
+}
+
+extern "C" __global__ void take_tokens(int* __restrict__ ids,             // [n]
+                                       const int* __restrict__ previous,  // [rows of the step before]
+                                       int n, int n_previous) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n || ids[i] >= 0) return;
+    int row = -1 - ids[i];
+    ids[i] = row < n_previous ? previous[row] : 0;
 }
 
 extern "C" __global__ void finish_logits(float* __restrict__ logits,  // [n]

@@ -34,11 +34,12 @@ _glu = Kernel(
 _row_gate = Kernel("pointwise/glu.cu", "row_gate", "x: f32*, weight: f32*, out: f32*, width: i32")
 _gather_rows = Kernel("pointwise/glu.cu", "gather_rows", "x: f32*, rows: i32*, out: f32*, width: i32")
 _finish_logits = Kernel("pointwise/glu.cu", "finish_logits", "logits: f32*, n: i64, scale: f32, cap: f32")
+_take_tokens = Kernel("pointwise/glu.cu", "take_tokens", "ids: i32*, previous: i32*, n: i32, n_previous: i32")
 _multiply = Kernel(
     "pointwise/glu.cu", "multiply_rows", f"a: f32*, b: f32*, out: f32*, {ACT_SIGNATURE}, width: i32, columns: i32"
 )
 
-KERNELS = (_rms_norm, _add_norm, _gated_norm, _glu, _row_gate, _gather_rows, _finish_logits, _multiply)
+KERNELS = (_rms_norm, _add_norm, _gated_norm, _glu, _row_gate, _gather_rows, _finish_logits, _multiply, _take_tokens)
 
 
 def act_arguments(act: Act) -> tuple[Any, Any, Any]:
@@ -113,3 +114,8 @@ def gather_rows(x: Array, rows: Array, out: Array) -> None:
 def finish_logits(logits: Array, scale: float, softcap: float | None) -> None:
     n = logits.size
     _finish_logits((ceil_div(n, 256),), (256,), (logits, n, scale, softcap or 0.0))
+
+
+def take_tokens(ids: Array, previous: Array) -> None:
+    """Replace the ids -1 - r by previous[r]: tokens of the step before that only the device knows."""
+    _take_tokens((ceil_div(ids.shape[0], 128),), (128,), (ids, previous, ids.shape[0], previous.shape[0]))

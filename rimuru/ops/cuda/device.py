@@ -1,0 +1,195 @@
+"""The device: whether it can be used, what it is, pinned host memory, and small host-to-device blocks.
+
+CuPy is imported inside functions: asking why there is no usable GPU must work without it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rimuru.base.units import GIB, align_up, human_bytes
+
+logger = logging.getLogger(__name__)
+
+MIN_CAPABILITY = (8, 0)
+MIN_MEMORY_BYTES = 4 * GIB
+_SLOTS = 4
+_HOST_ALLOC_FLAGS = 1 | 2  # cudaHostAllocPortable | cudaHostAllocMapped
+_CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
+
+
+def usable(device_id: int = 0) -> str | None:
+    """None where the GPU can be used, else the reason in one line."""
+    try:
+        import cupy
+    except ImportError:
+        return "CuPy is not installed: pip install rimuru[cuda13] (or [cuda12])"
+    except Exception as error:  # a broken installation must not stop the CPU backend
+        return f"CuPy cannot be loaded: {str(error).strip().splitlines()[0]}"
+    runtime = cupy.cuda.runtime
+    try:
+        if runtime.getDeviceCount() <= device_id:
+            return "there is no NVIDIA GPU"
+        capability = (
+            runtime.deviceGetAttribute(75, device_id),  # cudaDevAttrComputeCapabilityMajor
+            runtime.deviceGetAttribute(76, device_id),
+        )
+        if capability < MIN_CAPABILITY:
+            name = runtime.getDeviceProperties(device_id)["name"].decode()
+            return f"{name} has compute capability {capability[0]}.{capability[1]}, 8.0 or later is needed"
+        with cupy.cuda.Device(device_id):
+            _, total_bytes = runtime.memGetInfo()
+    except runtime.CUDARuntimeError as error:
+        return f"the NVIDIA driver does not answer: {error}"
+    if total_bytes < MIN_MEMORY_BYTES:
+        return f"the GPU has {human_bytes(total_bytes)} of memory, {human_bytes(MIN_MEMORY_BYTES)} are needed"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What is known of a device; bytes are of its memory."""
+
+    id: int
+    name: str
+    capability: tuple[int, int]
+    n_multiprocessors: int
+    total_bytes: int
+    max_shared_bytes: int
+    """Shared memory that one block may ask for."""
+    host_pointers: bool
+    """Registered host memory has the same address on the device."""
+
+    @classmethod
+    def of(cls, device_id: int) -> DeviceInfo:
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        properties = runtime.getDeviceProperties(device_id)
+        return cls(
+            id=device_id,
+            name=properties["name"].decode(),
+            capability=(properties["major"], properties["minor"]),
+            n_multiprocessors=properties["multiProcessorCount"],
+            total_bytes=properties["totalGlobalMem"],
+            max_shared_bytes=properties["sharedMemPerBlockOptin"],
+            host_pointers=bool(runtime.deviceGetAttribute(_CAN_USE_HOST_POINTER, device_id)),
+        )
+
+
+def free_bytes() -> int:
+    """Free device memory as the driver has it, plus what CuPy holds unused."""
+    import cupy
+
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    return int(free) + int(cupy.get_default_memory_pool().free_bytes())
+
+
+class PinnedMemory:
+    """Page-locked host memory that kernels can read and copy engines can reach at full rate.
+
+    Anonymous memory is registered where the device knows it by the host's address (a file mapping is refused by the
+    driver), else allocated by the driver. Where neither works the memory is pageable, `pinned` is False, and a line
+    is logged: copies are slower then, and kernels must not read it.
+    """
+
+    def __init__(self, n_bytes: int, host_pointers: bool = True) -> None:
+        import cupy
+
+        self._runtime = cupy.cuda.runtime
+        self._registered = self._allocated = 0
+        self.pinned = True
+        size = align_up(max(n_bytes, 1), mmap.PAGESIZE)
+        try:
+            if host_pointers:
+                self._memory: Any = mmap.mmap(-1, size)
+                self._bytes = np.frombuffer(self._memory, np.uint8)
+                self._runtime.hostRegister(int(self._bytes.ctypes.data), size, _HOST_ALLOC_FLAGS)
+                self._registered = int(self._bytes.ctypes.data)
+            else:
+                self._allocated = int(self._runtime.hostAlloc(size, _HOST_ALLOC_FLAGS))
+                self._memory = (ctypes.c_uint8 * size).from_address(self._allocated)
+                self._bytes = np.frombuffer(self._memory, np.uint8)
+        except self._runtime.CUDARuntimeError as error:
+            logger.warning("no pinned memory of %s (%s): copies will be slower", human_bytes(size), error)
+            self.pinned = False
+            self._memory = mmap.mmap(-1, size)
+            self._bytes = np.frombuffer(self._memory, np.uint8)
+        self.array = self._bytes[:n_bytes]
+
+    @property
+    def address(self) -> int:
+        return int(self._bytes.ctypes.data)
+
+    def close(self) -> None:
+        """Unpin; copies must have ended. The array must not be used afterwards where the driver allocated it."""
+        if self._registered:
+            self._runtime.hostUnregister(self._registered)
+        if self._allocated:
+            self._runtime.freeHost(self._allocated)
+        self._registered = self._allocated = 0
+
+
+class StagedBytes:
+    """A block of device memory at a fixed address that takes small host arrays by one asynchronous copy.
+
+    The copy runs on the current stream, so it is ordered with the kernels that read the block. The host writes into
+    one of a few pinned slots in turn and waits only if that slot's copy is still pending. Growing moves the block and
+    keeps the old one, since captured graphs may point at it.
+    """
+
+    def __init__(self) -> None:
+        self._capacity = 0
+        self._device: Any = None
+        self._outgrown: list[Any] = []
+        self._slots: list[PinnedMemory] = []
+        self._events: list[Any] = []
+        self._turn = 0
+
+    @property
+    def address(self) -> int:
+        return 0 if self._device is None else int(self._device.data.ptr)
+
+    def reserve(self, n_bytes: int) -> None:
+        """Make room for n_bytes."""
+        import cupy
+
+        if n_bytes <= self._capacity:
+            return
+        self._outgrown.append((self._device, self._slots))
+        self._capacity = align_up(max(n_bytes, 4096), 4096)
+        self._device = cupy.empty(self._capacity, cupy.uint8)
+        self._slots = [PinnedMemory(self._capacity) for _ in range(_SLOTS)]
+        self._events = [cupy.cuda.Event(disable_timing=True) for _ in range(_SLOTS)]
+
+    def send(self, arrays: Sequence[np.ndarray]) -> list[int]:
+        """Queue the arrays' bytes one after another, each from a multiple of 16; returns their device addresses."""
+        import cupy
+
+        self._turn = (self._turn + 1) % _SLOTS
+        slot, event = self._slots[self._turn], self._events[self._turn]
+        event.synchronize()
+        at, addresses = 0, []
+        for array in arrays:
+            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            slot.array[at : at + flat.size] = flat
+            addresses.append(self.address + at)
+            at = align_up(at + flat.size, 16)
+        stream = cupy.cuda.get_current_stream()
+        cupy.cuda.runtime.memcpyAsync(self.address, slot.address, at, 1, stream.ptr)
+        event.record(stream)
+        return addresses
+
+    def view(self, address: int, shape: Sequence[int], dtype: Any) -> Any:
+        """A device array on bytes that `send` placed."""
+        import cupy
+
+        memory = cupy.cuda.MemoryPointer(self._device.data.mem, address - int(self._device.data.mem.ptr))
+        return cupy.ndarray(tuple(shape), dtype, memory)

@@ -1,0 +1,121 @@
+"""Decode steps as CUDA graphs: one per bucket of batch sizes, captured once, replayed for ever.
+
+A graph holds addresses and launch shapes, nothing else: tables, positions and lengths are read on the device, so
+neither residency nor a resize of the pool invalidates it. A batch is padded to its bucket with rows that have no pages
+and position -1; kernels skip them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rimuru.batch import Batch
+from rimuru.ops.base import Step
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[Step], Any]
+_MIN_BLOCKS = 16
+
+
+def bucket_of(n_seqs: int) -> int:
+    """Smallest bucket that holds n_seqs: 1 to 8 one by one, then steps of an eighth to a quarter."""
+    if n_seqs <= 8:
+        return n_seqs
+    step = max(4, 1 << (n_seqs.bit_length() - 3))
+    return -(-n_seqs // step) * step
+
+
+def block_bucket(n_blocks: int) -> int:
+    """Columns of the page table in a captured batch: a power of two, so that contexts grow without new graphs."""
+    return max(_MIN_BLOCKS, 1 << (max(1, n_blocks) - 1).bit_length())
+
+
+def pad_decode(batch: Batch, n_seqs: int, n_blocks: int) -> Batch:
+    """The decode batch with n_seqs sequences and n_blocks page columns; added rows have position -1 and no pages."""
+    more = n_seqs - batch.n_seqs
+    if not batch.is_decode or more < 0 or batch.kv_pages.shape[2] > n_blocks:
+        raise ValueError(f"a batch of {batch.n_tokens} tokens, {batch.n_seqs} sequences does not fit in {n_seqs}")
+
+    def longer(array: np.ndarray, value: int) -> np.ndarray:
+        padding = [(0, more)] + [(0, 0)] * (array.ndim - 1)
+        return np.pad(array, padding, constant_values=value)
+
+    rows = np.arange(n_seqs, dtype=np.int32)
+    widths = [(0, 0), (0, more), (0, n_blocks - batch.kv_pages.shape[2])]
+    logit_rows = np.full(n_seqs, -1, np.int32)
+    logit_rows[: len(batch.logit_rows)] = batch.logit_rows
+    return Batch(
+        token_ids=longer(batch.token_ids, 0),
+        positions=longer(batch.positions, -1),
+        seq_of_token=rows,
+        query_start=np.arange(n_seqs + 1, dtype=np.int32),
+        context_len=longer(batch.context_len, 0),
+        kv_pages=np.pad(batch.kv_pages, widths, constant_values=-1),
+        ssm_pages=longer(batch.ssm_pages, -1),
+        conv_pages=longer(batch.conv_pages, -1),
+        fresh_state=longer(batch.fresh_state, 1),
+        logit_rows=logit_rows,
+    )
+
+
+@dataclass(slots=True)
+class _Captured:
+    graph: Any
+    result: Any
+    step: Step
+
+
+class DecodeGraphs:
+    """Runs decode batches through `forward`, the first time of a bucket as it is, then as a captured graph.
+
+    `stage` brings a batch to fixed device addresses. `forward(step)` launches everything and returns its outputs,
+    which are the same arrays on each replay; rows beyond the batch hold nothing of use.
+    """
+
+    def __init__(self, stage: Callable[[Batch], Step], stream: Any) -> None:
+        self._stage, self._stream = stage, stream
+        self._captured: dict[tuple[Any, ...], _Captured] = {}
+        self._warmed: set[tuple[Any, ...]] = set()
+
+    @property
+    def n_graphs(self) -> int:
+        return len(self._captured)
+
+    def run(self, batch: Batch, forward: Forward) -> Any:
+        """Outputs of forward on the padded batch, queued on the stream."""
+        padded = pad_decode(batch, bucket_of(batch.n_seqs), block_bucket(batch.kv_pages.shape[2]))
+        step = self._stage(padded)
+        key = (padded.n_seqs, padded.kv_pages.shape[2], int(step.token_ids.data.ptr), forward)
+        found = self._captured.get(key)
+        if found is None and key not in self._warmed:
+            self._warmed.add(key)  # loads kernels and makes buffers, which a capture must not do
+            return forward(step)
+        if found is None:
+            found = self._captured[key] = self._capture(step, forward)
+        found.graph.launch(self._stream)
+        return found.result
+
+    def _capture(self, step: Step, forward: Forward) -> _Captured:
+        import cupy
+
+        with self._stream:
+            # thread-local: copies of other threads' streams go on meanwhile
+            self._stream.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeThreadLocal)
+            try:
+                result = forward(step)
+            finally:
+                graph = self._stream.end_capture()
+        graph.upload(self._stream)
+        logger.debug("captured a decode step of %d sequences", step.host.n_seqs)
+        return _Captured(graph, result, step)
+
+    def clear(self) -> None:
+        """Forget all graphs; after a change of what they point at."""
+        self._captured.clear()
+        self._warmed.clear()
