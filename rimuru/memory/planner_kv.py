@@ -22,6 +22,7 @@ MAX_TOKEN_MULTIPLE = 8
 PAGE_ALIGNMENT_BYTES = 64
 MAX_PAGES_PER_PARENT = 1024
 _SLAB_BYTES = 2 * MIB
+_MAX_SLAB_PAGES = 16
 _MAX_SLAB_KV_PAGE_BYTES = 4 * MIB
 
 
@@ -75,7 +76,7 @@ def choose_free(layers_of: Mapping[KvGeometry, list[int]], element_bytes: int) -
                     sizes.add(size)
     best = _best(_choices(classes, sorted(sizes), lowest, lowest))
     assert best is not None  # one layer of one token multiple always fits
-    return best, best.page_bytes * ceil_div(_SLAB_BYTES, best.page_bytes)
+    return best, best.page_bytes * min(_MAX_SLAB_PAGES, ceil_div(_SLAB_BYTES, best.page_bytes))
 
 
 def groups(

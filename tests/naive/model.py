@@ -1,4 +1,4 @@
-"""Whole-model forward pass in plain NumPy float64 on dequantised weights: the oracle of everything above single kernels.
+"""Whole-model forward pass in plain NumPy float64 on dequantised weights: the oracle of all that is above kernels.
 
 Written from the formulas of the architecture facts, one function per formula; shares no code with rimuru.forward or
 rimuru.ops. One sequence, all positions at once, no caches: slow and obvious.
@@ -29,7 +29,7 @@ from rimuru.arch.spec import (
 from rimuru.formats.gguf import GgufFile
 from rimuru.formats.quants_ref import dequantize
 
-Array = NDArray[np.float64]
+Array = np.ndarray[Any, np.dtype[np.float64]]
 MIN_WEIGHT_SUM = 6.103515625e-5
 
 
@@ -174,7 +174,9 @@ def conv(x: Array, w: Weights, name: str) -> Array:
     """Causal depthwise convolution of x [T, C]; the last tap belongs to the current token."""
     taps = w[name + ".weight"]  # (C, K)
     padded = np.concatenate([np.zeros((taps.shape[1] - 1, x.shape[1])), x])
-    y = sum(padded[i : i + len(x)] * taps[:, i] for i in range(taps.shape[1]))
+    y = np.zeros_like(x)
+    for i in range(taps.shape[1]):
+        y += padded[i : i + len(x)] * taps[:, i]
     return y + w[name + ".bias"] if name + ".bias" in w else y
 
 
@@ -195,7 +197,7 @@ def attention(n: Array, spec: AttentionSpec, w: Weights, eps: float, top: Weight
         q, gate = both[..., :dim].reshape(n_tokens, -1), both[..., dim:].reshape(n_tokens, -1)
     if spec.qk_norm == "vector":
         q, k = rms(q, w["attn_q_norm.weight"], eps), rms(k, w["attn_k_norm.weight"], eps)
-    q, k = q.reshape(n_tokens, n_head, dim), k.reshape(n_tokens, n_kv, dim)
+    q, k = (part.reshape(n_tokens, heads, dim) for part, heads in ((q, n_head), (k, n_kv)))
     v = v.reshape(n_tokens, n_kv, spec.value_dim)
     if spec.qk_norm_after_rope:
         q, k = rope(q, spec.rope, top), rope(k, spec.rope, top)
@@ -248,7 +250,7 @@ def delta_net(n: Array, spec: DeltaNetSpec, w: Weights, eps: float, top: Weights
         b, a = w.linear(n, "ssm_beta"), w.linear(n, "ssm_alpha")
     c = silu(conv(u, w, "ssm_conv1d"))
     q, k, v = np.split(c, np.cumsum([n_key * d, n_key * d]), axis=1)
-    q, k, v = q.reshape(-1, n_key, d), k.reshape(-1, n_key, d), v.reshape(-1, n_value, d)
+    q, k, v = (part.reshape(n_tokens, -1, d) for part in (q, k, v))
     q = q / np.sqrt((q * q).sum(-1, keepdims=True) + eps) / np.sqrt(d)
     k = k / np.sqrt((k * k).sum(-1, keepdims=True) + eps)
     heads = np.arange(n_value) // ratio if spec.head_order == "grouped" else np.arange(n_value) % n_key
@@ -274,7 +276,7 @@ def mamba2(n: Array, spec: Mamba2Spec, w: Weights, eps: float, top: Weights) -> 
     dt = softplus(dt + w["ssm_dt.bias"])
     decay = np.exp(dt * w["ssm_a"].reshape(-1))
     state = np.zeros((heads, x.shape[2], size))
-    y = np.zeros_like(x)
+    y: Array = np.zeros_like(x)
     for t in range(n_tokens):
         state = decay[t][:, None, None] * state + (dt[t][:, None] * x[t])[:, :, None] * b[t][:, None, :]
         y[t] = np.einsum("hpn,hn->hp", state, c[t]) + w["ssm_d"].reshape(-1)[:, None] * x[t]
@@ -289,7 +291,7 @@ def mamba1(n: Array, spec: Mamba1Spec, w: Weights, eps: float, top: Weights) -> 
     x = silu(conv(x, w, "ssm_conv1d"))
     parts = np.split(w.linear(x, "ssm_x"), np.cumsum([rank, size]), axis=1)
     dt, b, c = (
-        rms(part, w[f"ssm_{name}_norm.weight"], eps) for part, name in zip(parts, "dt b c".split(), strict=True)
+        rms(part, w[f"ssm_{name}_norm.weight"], eps) for part, name in zip(parts, ("dt", "b", "c"), strict=True)
     )
     dt = softplus(w.linear(dt, "ssm_dt"))
     a = w["ssm_a"]  # (inner, size)
@@ -319,7 +321,7 @@ MIXERS: dict[type, Callable[..., Array]] = {
 # ---------------------------------------------------------------- feed-forward
 def dense(n: Array, spec: DenseFfnSpec, w: Weights, suffix: str) -> Array:
     up = w.linear(n, f"ffn_up{suffix}")
-    gate = None
+    gate: Array | None = None
     if spec.fused_gate_up:
         gate, up = np.split(up, 2, axis=1)
     elif spec.gated:
@@ -358,6 +360,7 @@ def moe(n: Array, spec: MoeSpec, w: Weights) -> Array:
     ids, weights = route(n, spec, w)
     x = n @ w["ffn_latent_down.weight"].T if spec.latent_size is not None else n
     y = np.zeros_like(x)
+    gates: Array | None
     if spec.fused_gate_up:
         gates, ups = np.split(w["ffn_gate_up_exps.weight"], 2, axis=1)
     else:
@@ -366,10 +369,11 @@ def moe(n: Array, spec: MoeSpec, w: Weights) -> Array:
     biases = {part: w[f"ffn_{part}_exps.bias"] for part in ("gate", "up", "down")} if spec.expert_bias else {}
     for e in np.unique(ids):
         rows, slots = np.nonzero(ids == e)
-        up = x[rows] @ ups[e].T
-        gate = None if gates is None else x[rows] @ gates[e].T
+        up: Array = x[rows] @ ups[e].T
+        gate: Array | None = None if gates is None else x[rows] @ gates[e].T
         if biases:
-            up, gate = up + biases["up"][e], gate + biases["gate"][e]
+            up = up + biases["up"][e]
+            gate = None if gate is None else gate + biases["gate"][e]
         out = activate(spec.activation, gate, up) @ downs[e].T
         if biases:
             out = out + biases["down"][e]
