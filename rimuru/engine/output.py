@@ -12,7 +12,7 @@ class TextOutput:
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None) -> None:
         self.sequence = sequence
-        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
+        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer, continues=True)
         stops = tuple(sequence.params.stop)
         self._stops = StopMatcher(stops) if stops else None
         self._n_done = 0

@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+
+from rimuru.base import env
 from rimuru.base.errors import BadInputError
 from rimuru.ops.base import Ops
 
+log = logging.getLogger(__name__)
 
-def create(name: str) -> Ops:
-    """The backend "cpu", "cuda" or "reference". Only the chosen one is imported.
+
+def choose(asked: str) -> tuple[str, int | None]:
+    """("cuda", free device bytes) or ("cpu", None) for "auto", "cpu" or "cuda".
+
+    "auto" takes the GPU if it is usable and logs in one line why not if it is not; "cuda" raises that line.
+    """
+    if asked == "cpu":
+        return "cpu", None
+    why_not, free_bytes = _probe_cuda()
+    if why_not is None:
+        return "cuda", free_bytes
+    if asked == "cuda":
+        raise BadInputError(f"CUDA cannot be used: {why_not}")
+    log.info("running on the CPU: %s", why_not)
+    return "cpu", None
+
+
+def _probe_cuda() -> tuple[str | None, int]:
+    """(reason why no GPU is usable or None, free bytes of the first GPU)."""
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed (pip install 'rimuru[cuda13]' or 'rimuru[cuda12]')", 0
+    from rimuru.ops.cuda import device
+
+    why_not = device.usable()
+    return why_not, 0 if why_not is not None else device.free_bytes()
+
+
+def create(name: str, threads: int | None = None) -> Ops:
+    """The backend "cpu", "cuda" or "reference". Only the chosen one is imported. threads: cores of "cpu" (None = all).
 
     Raises BadInputError for another name; creating "cuda" raises whatever says why the device cannot be used.
     """
-    if name == "cpu":
+    if name == "cpu" and not env.jit_disabled():
         from rimuru.ops.cpu import CpuOps
 
-        return CpuOps()
+        return CpuOps(threads)
     if name == "cuda":
         from rimuru.ops.cuda import CudaOps
 
         return CudaOps()
-    if name == "reference":
+    if name in ("reference", "cpu"):  # without Numba's compiler the CPU computes in NumPy
         from rimuru.ops.reference import ReferenceOps
 
         return ReferenceOps()
