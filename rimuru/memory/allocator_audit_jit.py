@@ -161,9 +161,9 @@ def _audit_splits(s, kind):
     for p in range(s.meta[kind, N_PARENTS] * s.meta[kind, N_CHILD]):
         n_claims = 0
         for below in range(EXPERT, N_KINDS):
-            if s.meta[below, N_CHILD] > 0 and s.meta[below, PARENT] == kind:
-                if s.parent[s.meta[below, PARENT_AT] + p, P_USED] > 0:
-                    n_claims += 1
+            is_below = s.meta[below, N_CHILD] > 0 and s.meta[below, PARENT] == kind
+            if is_below and s.parent[s.meta[below, PARENT_AT] + p, P_USED] > 0:
+                n_claims += 1
         if n_claims > 1:
             return 3, p
         if (n_claims == 1) != (s.child[s.meta[kind, CHILD_AT] + p, STATE] == S_SPLIT):

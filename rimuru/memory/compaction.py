@@ -203,3 +203,20 @@ def expert_cost_by_huge(allocator: PageAllocator, cost_of_owner: np.ndarray) -> 
     owners = allocator.owners("expert", pages)
     page_cost = np.where(owners >= 0, cost_of_owner[np.maximum(owners, 0)], np.inf)
     return np.bincount(pages // allocator.per_huge("expert"), weights=page_cost, minlength=allocator.n_huge)
+
+
+def make_room(
+    pool: PagePool,
+    kind: PageKind,
+    n_wanted: int,
+    flip: Mapping[str, Callable[[np.ndarray, np.ndarray], None]],
+    cost: np.ndarray | None = None,
+) -> bool:
+    """Plan and carry out: True where n_wanted pages of a kind can be allocated now. Call between two steps."""
+    if pool.allocator.can_allocate(kind, n_wanted):
+        return True
+    plan = plan_compaction(pool.allocator, kind, n_wanted, cost) if pool.copier is not None else None
+    if plan is None or pool.copier is None:
+        return False
+    execute(plan, pool, pool.copier, flip)
+    return True
