@@ -97,7 +97,7 @@ def multiply(a: Array, b: Array, out: Act) -> None:
 
 def quantise(act: Act, n_tokens: int) -> None:
     """Fill the 8-bit form of an activation whose float32 values are there."""
-    if act.quant is not None:
+    if act_arguments(act)[0] is not None:
         glu(None, act.f32[:n_tokens], "identity", act)
 
 

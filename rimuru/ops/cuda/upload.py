@@ -14,7 +14,7 @@ _SMALL_BYTES = 1 * MIB
 
 
 class Uploader:
-    """Copies host arrays (a mapped file's bytes, for one) to new device arrays. The pinned blocks are made when needed."""
+    """Copies host arrays (of a mapped file, for one) to new device arrays. The pinned blocks are made when needed."""
 
     def __init__(self, host_pointers: bool) -> None:
         self._host_pointers = host_pointers

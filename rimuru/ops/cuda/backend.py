@@ -1,0 +1,156 @@
+"""CudaOps: every verb on the device. Kernels live in cuda_src, launchers beside this file; here is what owns memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+
+from rimuru.arch.spec import MoeSpec
+from rimuru.batch import Batch
+from rimuru.formats.quants import QuantFormat
+from rimuru.memory.specs import KvGroupLayout
+from rimuru.ops.base import Act, Array, MoeScratch, Step, Weight
+from rimuru.ops.cuda import attention, embed, loader, matmul, moe, pointwise, pool, recurrent
+from rimuru.ops.cuda.copier import CudaCopier
+from rimuru.ops.cuda.device import DeviceInfo, StagedBytes
+from rimuru.ops.cuda.graphs import DecodeGraphs
+from rimuru.ops.cuda.launch import Kernel
+from rimuru.ops.cuda.sampling import KERNELS as SAMPLING_KERNELS
+from rimuru.ops.cuda.sampling import Sampler
+from rimuru.ops.cuda.upload import Uploader
+
+_STEP_FIELDS = (
+    "token_ids", "positions", "seq_of_token", "query_start", "context_len", "kv_pages", "ssm_pages", "conv_pages",
+    "fresh_state", "logit_rows",
+)  # fmt: skip
+
+
+class CudaOps:
+    """The CUDA backend. All work is queued on `stream`; one thread at a time may use it.
+
+    deterministic: one kernel family and one order of sums for every batch size.
+    """
+
+    name = "cuda"
+
+    def __init__(self, deterministic: bool = False, device_id: int = 0) -> None:
+        self.deterministic = deterministic
+        self.info = DeviceInfo.of(device_id)
+        self._device = cupy.cuda.Device(device_id)
+        self._device.use()
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._staged = StagedBytes()
+        self._uploader = Uploader(self.info.host_pointers)
+        self.attention = attention.Attention(deterministic)
+        self.sample = Sampler()
+        self.graphs = DecodeGraphs(self.stage, self.stream)
+        self._enter()
+
+    def _enter(self) -> None:
+        """Make device and stream current for the calling thread; launches go to its current stream."""
+        self._device.use()
+        self.stream.use()
+
+    # ---- memory
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        self._enter()
+        return cupy.empty(tuple(shape), dtype)
+
+    def upload(self, host: np.ndarray) -> Array:
+        self._enter()
+        return self._uploader.upload(host)
+
+    def download(self, array: Array) -> np.ndarray:
+        self._enter()
+        return cupy.asnumpy(array, stream=self.stream)
+
+    def weight(self, raw: np.ndarray, fmt: QuantFormat, n_in: int) -> Weight:
+        matmul.check_width(fmt, n_in)
+        row_bytes = fmt.row_bytes(n_in)
+        rows = np.ascontiguousarray(raw).reshape(-1).view(np.uint8).reshape(-1, row_bytes)
+        return Weight(self.upload(rows), fmt, rows.shape[0], n_in)
+
+    def act(self, n_tokens: int, width: int) -> Act:
+        self._enter()
+        return matmul.act(n_tokens, width, self.deterministic)
+
+    def act_bytes(self, n_tokens: int, width: int) -> int:
+        return matmul.act_bytes(n_tokens, width, self.deterministic)
+
+    def moe_scratch(self, max_tokens: int, spec: MoeSpec, n_in: int) -> MoeScratch:
+        self._enter()
+        return moe.moe_scratch(max_tokens, spec, n_in, self.deterministic)
+
+    def reserve_pool(self, n_bytes: int, limit_bytes: int) -> pool.MappedPool | pool.PlainPool:
+        self._enter()
+        return pool.reserve(n_bytes, limit_bytes, self.info.id)
+
+    def copier(self) -> CudaCopier:
+        return CudaCopier(self.info.id, self.info.host_pointers)
+
+    def stage(self, batch: Batch) -> Step:
+        """One asynchronous copy to a fixed block: equal shapes give equal addresses."""
+        self._enter()
+        arrays = [getattr(batch, name) for name in _STEP_FIELDS]
+        self._staged.reserve(sum(array.nbytes + 16 for array in arrays))
+        addresses = self._staged.send(arrays)
+        views = [
+            self._staged.view(address, array.shape, array.dtype)
+            for address, array in zip(addresses, arrays, strict=True)
+        ]
+        return Step(batch, *views)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+    # ---- what must exist before serving, so that nothing is allocated or compiled in a step
+    def reserve_step(self, max_tokens: int, max_seqs: int, kv_table_entries: int, n_state_columns: int) -> None:
+        """Room for the largest batch: kv_table_entries = groups x sequences x blocks, state columns = SSM + conv."""
+        n_ints = 4 * max_tokens + 5 * max_seqs + kv_table_entries + n_state_columns * max_seqs
+        self._enter()
+        self._staged.reserve(4 * n_ints + 1024)
+
+    def reserve_attention(self, n_head: int, group: KvGroupLayout, value_dim: int, max_queries: int) -> int:
+        """Split scratch of the decode kernel for one kind of layer; returns its bytes, for the ledger."""
+        self._enter()
+        n_floats = attention.workspace_floats(n_head, group, value_dim, max_queries)
+        self.attention.reserve(n_floats)
+        return 4 * n_floats
+
+    def compile(self, kernels: Iterable[Kernel], progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile kernels in parallel (from CuPy's disk cache where it has them)."""
+        self._enter()
+        loader.compile_all([kernel.source for kernel in kernels], progress)
+
+    @staticmethod
+    def common_kernels() -> list[Kernel]:
+        """Kernels that every model uses."""
+        return [*pointwise.KERNELS, *SAMPLING_KERNELS]
+
+    # ---- pointwise
+    embed = staticmethod(embed.embed)
+    rms_norm = staticmethod(pointwise.rms_norm)
+    add_norm = staticmethod(pointwise.add_norm)
+    gated_norm = staticmethod(pointwise.gated_norm)
+    glu = staticmethod(pointwise.glu)
+    multiply = staticmethod(pointwise.multiply)
+    row_gate = staticmethod(pointwise.row_gate)
+    gather_rows = staticmethod(pointwise.gather_rows)
+    finish_logits = staticmethod(pointwise.finish_logits)
+    take_tokens = staticmethod(pointwise.take_tokens)
+
+    # ---- attention and recurrent layers
+    prepare_qkv = staticmethod(attention.prepare_qkv)
+    conv_update = staticmethod(recurrent.conv_update)
+    delta_net = staticmethod(recurrent.delta_net)
+    mamba2 = staticmethod(recurrent.mamba2)
+    mamba1 = staticmethod(recurrent.mamba1)
+
+    # ---- matrices and experts
+    linear = staticmethod(matmul.linear)
+    route = staticmethod(moe.route)
+    moe_experts = staticmethod(moe.moe_experts)
+    moe_combine = staticmethod(moe.moe_combine)
