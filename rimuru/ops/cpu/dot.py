@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from rimuru.base.errors import UnsupportedModelError
 from rimuru.ops.cpu import dot_kernels, quantize_record, simd_build
@@ -32,7 +32,7 @@ class DotKernels:
         return (n_in + 15) // 16 * 64 if self.is_float else (n_in + 255) // 256 * dot_kernels.PANEL_BYTES
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernels(name: str, isa: Isa | None = None) -> DotKernels:
     """Kernels of a format by name (formats/quants.py); UnsupportedModelError if there are none."""
     variant = isa or simd_build.host_isa()
@@ -73,7 +73,7 @@ def _tile(kind: str, fmt: DotFormat | str, n_tokens: int, isa: Isa) -> int:
     return _tiles[key]
 
 
-@lru_cache(maxsize=None)
+@cache
 def quantizer(isa: Isa | None = None) -> int:
     """Address of quantize_record.emit_quantize."""
     return simd_build.build("quantize", 5, quantize_record.emit_quantize, isa or simd_build.host_isa())

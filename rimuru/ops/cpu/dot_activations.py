@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import cache, partial
 
 from rimuru.arch.spec import Activation
 from rimuru.ops.cpu import simd_build
@@ -63,7 +63,7 @@ def emit_glu(name: Activation, gated: bool, k: Kernel, gate: V, up: V, out: V, n
         k.store(value, out + i * 4)
 
 
-@lru_cache(maxsize=None)
+@cache
 def glu_kernel(name: Activation, gated: bool, isa: Isa | None = None) -> int:
     """Address of emit_glu for an activation."""
     variant = isa or simd_build.host_isa()

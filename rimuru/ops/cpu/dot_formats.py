@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rimuru.ops.cpu.simd import F16, F32, F32X8, I8, I8X16, I16, I32, I32X4, I32X8, I32X16, I64, Kernel, V
+from rimuru.ops.cpu.simd import F16, F32X8, I8, I8X16, I16, I32, I32X4, I32X8, I32X16, I64, Kernel, V
 
 BLOCKS = 8
 """32-element blocks of a superblock."""

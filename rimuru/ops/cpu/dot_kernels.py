@@ -7,11 +7,11 @@ All kernels take addresses and counts as 64-bit integers. `n_in` is the width of
     tile_N(panel, panel_row_bytes, n_in, tokens, out, out_stride, offset)
                                                              out[t][0..3] = 4 panel rows . x[tokens[t]], t = 0..N-1
 
-`x` is a row of activation records (quantize.py) for quantised weights, and plain float32 for float weights. A panel row is
-n_super records of PANEL_BYTES, or float32 padded to 16.
+`x` is a row of activation records (quantize_record.py) for quantised weights, and plain float32 for float weights. A
+panel row is n_super records of PANEL_BYTES, or float32 padded to 16.
 
-The result of a (row, token) is the same in `rows` and in every `tile_N`: lane b sums block b of all superblocks in order,
-each block's integer product exact, then one fixed tree over the lanes.
+The result of a (row, token) is the same in `rows` and in every `tile_N`: lane b sums block b of all superblocks in
+order, each block's integer product exact, then one fixed tree over the lanes.
 """
 
 from __future__ import annotations
@@ -120,9 +120,7 @@ class _Row:
 # ---- quantised weights
 
 
-def emit_rows(
-    fmt: DotFormat, k: Kernel, w: V, row_bytes: V, n_rows: V, x: V, n_in: V, out: V
-) -> None:
+def emit_rows(fmt: DotFormat, k: Kernel, w: V, row_bytes: V, n_rows: V, x: V, n_in: V, out: V) -> None:
     """One token."""
     packed = _Row(k, fmt, n_in)
     n_super = _n_super(n_in)

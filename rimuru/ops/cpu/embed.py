@@ -72,7 +72,7 @@ _PARALLEL_ELEMENTS = 1 << 17
 
 
 def embed(table: Weight, token_ids: np.ndarray, scale: float, out: np.ndarray) -> None:
-    """out[t] = scale * dequantised row token_ids[t] of table; see ops/base.py. token_ids int32 [T], out float32 [T, d]."""
+    """out[t] = scale * dequantised row token_ids[t] of table. token_ids int32 [T], out float32 [T, d]."""
     kernels = dot.kernels(table.format.name)
     n_tokens = len(token_ids)
     n_bytes = (kernels.panel_row_bytes(table.n_in) + 63) // 64 * 64

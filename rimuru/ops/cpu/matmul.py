@@ -1,8 +1,8 @@
 """Matrix products with weights in their file format: y = W x for one token, and for many.
 
-One token: every row is read once, straight from its packed bytes. Many tokens: 16 rows at a time are expanded to bytes in
-a buffer that stays in the core's cache, and all tokens are multiplied with them in register tiles. Both give the same
-bits for a (row, token), whatever the batch and the number of cores.
+One token: every row is read once, straight from its packed bytes. Many tokens: 16 rows at a time are expanded to bytes
+in a buffer that stays in the core's cache, and all tokens are multiplied with them in register tiles. Both give the
+same bits for a (row, token), whatever the batch and the number of cores.
 """
 
 from __future__ import annotations

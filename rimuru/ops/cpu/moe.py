@@ -68,10 +68,7 @@ class _Private:
     pairs: np.ndarray  # int64 [pairs]: token * k + slot, by group
 
 
-_FLAGS = dict(cache=True, nogil=True, fastmath=False)
-
-
-@njit(**_FLAGS)
+@njit(cache=True, nogil=True, fastmath=False)
 def _group_pairs(context):  # type: ignore[no-untyped-def]
     """Counting sort of the pairs by expert, and the numbering of tasks."""
     c = i64_at(context, _HEADER)
@@ -113,7 +110,7 @@ def _group_pairs(context):  # type: ignore[no-untyped-def]
     c[_N_GROUPS], c[_N_UP_TASKS], c[_N_TASKS] = n_groups, n_up, n_up + n_down
 
 
-@njit(**_FLAGS)
+@njit(cache=True, nogil=True, fastmath=False)
 def _find_group(c, task, column):  # type: ignore[no-untyped-def]
     """Address of the group that a task (numbered from 0 within its kind) belongs to."""
     low, high = 0, c[_N_GROUPS] - 1
@@ -126,7 +123,7 @@ def _find_group(c, task, column):  # type: ignore[no-untyped-def]
     return c[_GROUPS] + low * _GROUP * 8
 
 
-@njit(**_FLAGS)
+@njit(cache=True, nogil=True, fastmath=False)
 def _project(c, p, expert, first, n_rows, tokens, n_tokens, out, stride, panel):  # type: ignore[no-untyped-def]
     """out[t][r] = row first + r of a projection . x[tokens[t]], plus its bias. Addresses; stride in bytes.
 
@@ -159,12 +156,12 @@ def _project(c, p, expert, first, n_rows, tokens, n_tokens, out, stride, panel):
                 row[r] += bias[r]
 
 
-@njit(**_FLAGS)
+@njit(cache=True, nogil=True, fastmath=False)
 def _projection(context, which):  # type: ignore[no-untyped-def]
     return i64_at(context + (_HEADER + which * _PROJECTION) * 8, _PROJECTION)
 
 
-@njit(**_FLAGS)
+@njit(cache=True, nogil=True, fastmath=False)
 def _up_task(context, c, task, scratch):  # type: ignore[no-untyped-def]
     group_at = _find_group(c, task, _FIRST_UP)
     g = i64_at(group_at, _GROUP)
@@ -198,7 +195,7 @@ def _up_task(context, c, task, scratch):  # type: ignore[no-untyped-def]
     fetch_add(group_at + _DONE * 8, 1)
 
 
-@njit(**_FLAGS)
+@njit(cache=True, nogil=True, fastmath=False)
 def _down_task(context, c, task, scratch):  # type: ignore[no-untyped-def]
     group_at = _find_group(c, task, _FIRST_DOWN)
     g = i64_at(group_at, _GROUP)

@@ -1,7 +1,7 @@
 """Activations on the CPU: float32, and 8-bit records for the integer dot products (layout in quantize_record.py).
 
-Rounding an activation to 8 bits per 32 elements costs a normalised mean squared error of about 3e-5 in a product; weights
-of type F32, F16 and BF16 use the float32 values, and quantised ones always the records.
+Rounding an activation to 8 bits per 32 elements costs a normalised mean squared error of about 3e-5 in a product;
+weights of type F32, F16 and BF16 use the float32 values, and quantised ones always the records.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An activation in 8 bits, as the dot kernels read it: one record per 256 elements (a superblock of eight blocks of 32).
+"""An activation in 8 bits, as the dot kernels read it: one record per 256 elements (eight blocks of 32).
 
     byte   0  256 signed bytes, [8 steps][8 blocks][4 elements]: element 32 b + 4 s + i at 32 s + 4 b + i
          256  8 scales, float32: amax of the block / 127

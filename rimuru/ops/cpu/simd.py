@@ -83,7 +83,7 @@ def _suffix(type_: ir.Type) -> str:
 
 
 class V:
-    """A value of a kernel: a scalar or a vector. A Python number in an operation stands for that number in all lanes."""
+    """A value of a kernel: a scalar or a vector. A Python number in an operation stands for all lanes."""
 
     __slots__ = ("k", "x")
 
@@ -151,9 +151,8 @@ class V:
 
     def compare(self, op: str, other: V | int | float) -> V:
         """Lane by lane; unsigned for integers, ordered for floats."""
-        other_x = self._other(other)
-        b = self.k.b
-        return V(self.k, b.fcmp_ordered(op, self.x, other_x) if self._is_float else b.icmp_unsigned(op, self.x, other_x))
+        compare = self.k.b.fcmp_ordered if self._is_float else self.k.b.icmp_unsigned
+        return V(self.k, compare(op, self.x, self._other(other)))
 
     def select(self, yes: V | int | float, no: V) -> V:
         """yes where this comparison holds, else no."""
@@ -340,7 +339,7 @@ class Kernel:
 
     # ---- operations that processors have instructions for
     def dot4(self, acc: V, u8: V, s8: V) -> V:
-        """acc + the sum of 4 products of unsigned bytes of u8 and signed bytes of s8, in each of 16 i32 lanes. Exact."""
+        """acc + the sum of 4 products of unsigned bytes of u8 and signed bytes of s8, per i32 lane of 16. Exact."""
         if self.isa.dot_lanes == 16:
             return self.call_named("llvm.x86.avx512.vpdpbusd.512", I32X16, acc, u8, s8)
         if self.isa.dot_lanes == 8:

@@ -1,7 +1,7 @@
 """Turns kernels of `simd.py` into machine code: an address to call, and an object file cached on disk.
 
-The cache key is a digest of the sources that emit kernels, the kernel's name, the processor and the versions, so an edit
-never meets old code. A damaged cache file is noticed by its checksum and rebuilt.
+The cache key is a digest of the sources that emit kernels, the kernel's name, the processor and the versions, so an
+edit never meets old code. A damaged cache file is noticed by its checksum and rebuilt.
 """
 
 from __future__ import annotations
@@ -9,28 +9,29 @@ from __future__ import annotations
 import hashlib
 import re
 import tempfile
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
-import numba
 from llvmlite import ir
+from numba.core import config as _numba_config
 
 from rimuru.base import env
 from rimuru.ops.cpu.simd import GENERIC, Emitter, Isa, Kernel, choose_isa
 
+numba_config: Any = _numba_config  # its names are made at run time
 _FOLDER = Path(__file__).resolve().parent
 
 
-@lru_cache(maxsize=1)
+@cache
 def host_isa() -> Isa:
     """The variant that this process uses: the processor's best, or the plain one (RIMURU_CPU_KERNELS=generic)."""
     return GENERIC if env.cpu_kernels() == "generic" else choose_isa(dict(llvm.get_host_cpu_features()))
 
 
-@lru_cache(maxsize=1)
+@cache
 def _target_machine() -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -43,7 +44,7 @@ def _target_machine() -> Any:
     )
 
 
-@lru_cache(maxsize=1)
+@cache
 def _sources_digest() -> bytes:
     digest = hashlib.sha256()
     for path in sorted([*_FOLDER.glob("simd*.py"), *_FOLDER.glob("dot*.py"), *_FOLDER.glob("quantize*.py")]):
@@ -55,7 +56,7 @@ def _sources_digest() -> bytes:
 
 def _cache_folder() -> Path | None:
     """Where object files are kept: Numba's cache folder if one is set, beside the code, or in the user's cache."""
-    own = [Path(numba.config.CACHE_DIR)] if numba.config.CACHE_DIR else []
+    own = [Path(numba_config.CACHE_DIR)] if numba_config.CACHE_DIR else []
     for folder in (*own, _FOLDER / "__pycache__", Path.home() / ".cache" / "rimuru"):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,7 @@ def _cache_folder() -> Path | None:
     return None
 
 
-_cache_folder_once = lru_cache(maxsize=1)(_cache_folder)
+_cache_folder_once = cache(_cache_folder)
 
 
 def _read_cached(path: Path) -> bytes | None:
@@ -111,7 +112,7 @@ def compile_object(text: str) -> bytes:
 _engines: list[Any] = []  # keep the code alive as long as the process
 
 
-@lru_cache(maxsize=None)
+@cache
 def build(name: str, n_args: int, emitter: Emitter, isa: Isa) -> int:
     """Address of a kernel void(int64 * n_args). Names must differ between kernels."""
     key = hashlib.sha256(_sources_digest() + f"{name} {isa}".encode()).hexdigest()[:24]

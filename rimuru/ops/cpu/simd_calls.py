@@ -9,11 +9,12 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic as _intrinsic
 
 WORKER_SIGNATURE = types.void(types.int64, types.int64)
 """worker(context, index); see simd_launch.py."""
 
+intrinsic: Any = _intrinsic  # Numba binds the first parameter itself, which type checkers cannot know
 _IS_X86 = llvm.get_default_triple().split("-")[0] in ("x86_64", "i686", "amd64")
 
 
@@ -86,40 +87,38 @@ def _pointer_to(element: Any) -> Any:
     return pointer
 
 
-_i64_pointer = _pointer_to(types.int64)
-_i32_pointer = _pointer_to(types.int32)
-_f32_pointer = _pointer_to(types.float32)
-_f64_pointer = _pointer_to(types.float64)
-_u8_pointer = _pointer_to(types.uint8)
-
-_INLINE: dict[str, Any] = dict(cache=True, nogil=True, fastmath=False)
+i64_pointer = _pointer_to(types.int64)
+i32_pointer = _pointer_to(types.int32)
+f32_pointer = _pointer_to(types.float32)
+f64_pointer = _pointer_to(types.float64)
+u8_pointer = _pointer_to(types.uint8)
 
 
-@njit(**_INLINE)
+@njit(cache=True, nogil=True, fastmath=False)
 def i64_at(address: int, n: int) -> np.ndarray:
     """int64 [n] at an address."""
-    return carray(_i64_pointer(address), (n,))
+    return carray(i64_pointer(address), (n,))
 
 
-@njit(**_INLINE)
+@njit(cache=True, nogil=True, fastmath=False)
 def i32_at(address: int, n: int) -> np.ndarray:
     """int32 [n] at an address."""
-    return carray(_i32_pointer(address), (n,))
+    return carray(i32_pointer(address), (n,))
 
 
-@njit(**_INLINE)
+@njit(cache=True, nogil=True, fastmath=False)
 def f32_at(address: int, n: int) -> np.ndarray:
     """float32 [n] at an address."""
-    return carray(_f32_pointer(address), (n,))
+    return carray(f32_pointer(address), (n,))
 
 
-@njit(**_INLINE)
+@njit(cache=True, nogil=True, fastmath=False)
 def f64_at(address: int, n: int) -> np.ndarray:
     """float64 [n] at an address."""
-    return carray(_f64_pointer(address), (n,))
+    return carray(f64_pointer(address), (n,))
 
 
-@njit(**_INLINE)
+@njit(cache=True, nogil=True, fastmath=False)
 def u8_at(address: int, n: int) -> np.ndarray:
     """uint8 [n] at an address."""
-    return carray(_u8_pointer(address), (n,))
+    return carray(u8_pointer(address), (n,))

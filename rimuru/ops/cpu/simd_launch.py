@@ -1,11 +1,11 @@
 """Running compiled kernels on several cores.
 
 A *worker* is a Numba C function `worker(context, index)`; `context` is the address of an int64 array that holds all its
-arguments. Workers take chunks of work from the counter in context[0] until none is left, so results do not depend on who
-did what, and a launch is over when the work is: a core that is busy with something else is not waited for.
+arguments. Workers take chunks of work from the counter in context[0] until none is left, so results do not depend on
+who did what, and a launch is over when the work is: a core that is busy with something else is not waited for.
 
-That is why this is no `prange`: its barrier waits for every thread, and on a machine with other programs each launch then
-takes a scheduler's time slice. The threads here spin for a fraction of a millisecond after a launch, then sleep.
+That is why this is no `prange`: its barrier waits for every thread, and on a machine with other programs each launch
+then takes a scheduler's time slice. The threads here spin for a fraction of a millisecond after a launch, then sleep.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ from __future__ import annotations
 import os
 import threading
 import time
+from typing import Any
 
 import numba
 import numpy as np
 from numba import njit, types
+from numba.core import config as _numba_config
 
 from rimuru.ops.cpu.simd_calls import call, exchange, fetch_add, i64_at, load_atomic, pause
 
+numba_config: Any = _numba_config  # its names are made at run time
 _OPEN = 1 << 32
 _SPINS = 20_000
 """About 0.3 ms of waiting before a thread sleeps: longer than the pause between two launches of a decode step."""
 _LINE = 8  # int64s of a cache line
-_STATE, _GENERATION, _WORKER, _CONTEXT, _USABLE, _PARKED = 0, 1 * _LINE, 2 * _LINE, 2 * _LINE + 1, 2 * _LINE + 2, 3 * _LINE
+_STATE, _GENERATION, _PARKED = 0, 1 * _LINE, 3 * _LINE  # a line of their own each; _PARKED one per thread
+_WORKER, _CONTEXT, _USABLE = 2 * _LINE, 2 * _LINE + 1, 2 * _LINE + 2
 
-_FLAGS: dict[str, bool] = dict(cache=True, nogil=True, fastmath=False)
 _I64 = types.int64
 
 
-@njit(_I64(_I64, _I64, _I64, _I64), **_FLAGS)
+@njit(_I64(_I64, _I64, _I64, _I64), cache=True, nogil=True, fastmath=False)
 def _open(pool: int, worker: int, context: int, n_threads: int) -> int:
     """Announce work; the number of threads that sleep."""
     p = i64_at(pool, (3 + n_threads) * _LINE)
@@ -44,12 +47,12 @@ def _open(pool: int, worker: int, context: int, n_threads: int) -> int:
     return n
 
 
-@njit(types.void(_I64, _I64), **_FLAGS)
+@njit(types.void(_I64, _I64), cache=True, nogil=True, fastmath=False)
 def _run_here(worker: int, context: int) -> None:
     call(worker, (context, 0))
 
 
-@njit(_I64(_I64, _I64, _I64), **_FLAGS)
+@njit(_I64(_I64, _I64, _I64), cache=True, nogil=True, fastmath=False)
 def _run_and_close(pool: int, worker: int, context: int) -> int:
     """Take part, then let nobody else in; the number of threads still at work after some waiting."""
     call(worker, (context, 0))
@@ -62,12 +65,12 @@ def _run_and_close(pool: int, worker: int, context: int) -> int:
     return inside
 
 
-@njit(_I64(_I64), **_FLAGS)
+@njit(_I64(_I64), cache=True, nogil=True, fastmath=False)
 def _inside(pool: int) -> int:
     return load_atomic(pool + _STATE * 8)
 
 
-@njit(_I64(_I64, _I64, _I64, _I64), **_FLAGS)
+@njit(_I64(_I64, _I64, _I64, _I64), cache=True, nogil=True, fastmath=False)
 def _serve(pool: int, index: int, served: int, spins: int) -> int:
     """Take part in launches until none has come for some time; the generation served last."""
     state, generation = pool + _STATE * 8, pool + _GENERATION * 8
@@ -89,7 +92,7 @@ def _serve(pool: int, index: int, served: int, spins: int) -> int:
     return served
 
 
-@njit(_I64(_I64, _I64), **_FLAGS)
+@njit(_I64(_I64, _I64), cache=True, nogil=True, fastmath=False)
 def _swap(address: int, value: int) -> int:
     return exchange(address, value)
 
@@ -135,7 +138,7 @@ class _Pool:
 
 
 _pool: _Pool | None = None
-_threads = numba.config.NUMBA_NUM_THREADS
+_threads = numba_config.NUMBA_NUM_THREADS
 _pool_lock = threading.Lock()
 
 
@@ -143,7 +146,7 @@ def set_threads(n: int) -> None:
     """Cores to use from now on, at least 1."""
     global _threads
     _threads = max(1, n)
-    numba.set_num_threads(min(_threads, numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(min(_threads, numba_config.NUMBA_NUM_THREADS))
 
 
 def threads() -> int:
