@@ -22,9 +22,12 @@ def bench(args: argparse.Namespace) -> int:
     """Measure and print. Prompts are random token ids; answers are sampled at temperature 1 and never end early."""
     longest = max(max(args.prefill, default=1) + 1, PROMPT_TOKENS + args.new)
     most = max(args.streams, default=1)
-    with open_llm(args, max_sequences=max(most, 1), prefix_cache=False) as llm:
+
+    def check(llm: LLM) -> None:
         if longest > llm.context_length:
             raise BadInputError(f"the benchmark needs a context of {longest} tokens, {llm.context_length} fit")
+
+    with open_llm(args, check, max_sequences=most, prefix_cache=False) as llm:
         result = measure(llm, args.prefill, args.streams, args.new, args.repeats, args.seed or 0)
     if args.json:
         print_json(result)

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +65,23 @@ def config_keywords(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def open_llm(args: argparse.Namespace, **more: Any) -> LLM:
-    """Load the model of the command line, with progress and a summary on stderr."""
+def open_llm(args: argparse.Namespace, check: Callable[[LLM], object] | None = None, **more: Any) -> LLM:
+    """Load the model of the command line, with progress and a summary on stderr.
+
+    `check` may refuse what the user wants of this model; it runs before the summary, so that a refusal is one line.
+    """
     EngineConfig(**{k: v for k, v in config_keywords(args).items() if k in _CONFIG_FIELDS})  # refuse bad options first
     bars = LoadBars(args.quiet)
     try:
         llm = LLM(args.model, progress=bars, **{**config_keywords(args), **more})
     finally:
         bars.close()
+    try:
+        if check is not None:
+            check(llm)
+    except BaseException:
+        llm.close()
+        raise
     if not args.quiet:
         note(summary(llm))
     return llm

@@ -24,11 +24,16 @@ def perplexity(args: argparse.Namespace) -> int:
     given the window's tokens before it.
     """
     text = read_text(args.file)
-    with open_llm(args) as llm:
+
+    def check(llm: LLM) -> None:
+        if args.window is not None and not 2 <= args.window <= llm.context_length:
+            raise BadInputError(f"--window must be between 2 and the context of {llm.context_length} tokens")
+        if len(llm.tokenize(text)) < 2:
+            raise BadInputError(f"{args.file} has fewer than 2 tokens: there is nothing to predict")
+
+    with open_llm(args, check) as llm:
         ids = llm.tokenize(text)
-        window = min(args.window or DEFAULT_WINDOW_TOKENS, llm.context_length)
-        if window < 2 or len(ids) < 2:
-            raise BadInputError(f"{args.file} has {len(ids)} tokens; at least 2 are needed to predict one from another")
+        window = args.window or min(DEFAULT_WINDOW_TOKENS, llm.context_length)
         result = evaluate(llm, ids, window, quiet=args.quiet)
     if args.json:
         print_json(result)

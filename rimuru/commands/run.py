@@ -19,16 +19,24 @@ def run(args: argparse.Namespace) -> int:
     """Answer a prompt on stdout and exit, or chat until the end of input."""
     prompt = prompt_text(args)
     params = sampling_params(args)
-    with open_llm(args) as llm:
+    ids: list[int] = [] if args.token_ids is None else parse_ids(args.token_ids)
+
+    def check(llm: LLM) -> None:
+        """Refuse a prompt that this model cannot take, before anything is printed."""
+        nonlocal ids
+        if prompt is not None and args.token_ids is None:
+            ids = llm.chat_ids([{"role": "user", "content": prompt}]) if args.chat else llm.tokenize(prompt)
+        if prompt is not None or args.token_ids is not None:
+            llm.loaded.engine.check_prompt(ids)
+        else:
+            llm.chat_ids([{"role": "user", "content": ""}])
+
+    with open_llm(args, check) as llm:
         if args.token_ids is not None:
-            return _run_ids(llm, args.token_ids, params)
+            return _run_ids(llm, ids, params)
         if prompt is None:
             return Chat(llm, params).loop()
-        if args.chat:
-            pieces = llm.stream_chat([{"role": "user", "content": prompt}], params)
-        else:
-            pieces = llm.stream(prompt, params)
-        rates = _print_stream(pieces)
+        rates = _print_stream(llm.stream(ids, params))
         sys.stdout.write("\n")
         if not args.quiet:
             note(rates.line())
@@ -92,12 +100,16 @@ def _print_stream(pieces: Iterator[Piece]) -> Rates:
     return rates
 
 
-def _run_ids(llm: LLM, text: str, params: SamplingParams) -> int:
-    """For files without a tokenizer: ids in, ids out."""
+def parse_ids(text: str) -> list[int]:
+    """Token ids separated by spaces or commas."""
     try:
-        ids = [int(part) for part in text.replace(",", " ").split()]
+        return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
         raise BadInputError(f"--token-ids takes whole numbers separated by spaces or commas, got {text!r}") from None
+
+
+def _run_ids(llm: LLM, ids: list[int], params: SamplingParams) -> int:
+    """For files without a tokenizer: ids in, ids out."""
     for piece in llm.stream(ids, params):
         sys.stdout.write("".join(f"{token_id} " for token_id in piece.token_ids))
         sys.stdout.flush()
@@ -116,7 +128,6 @@ class Chat:
         self.rates: Rates | None = None
 
     def loop(self) -> int:
-        self.llm.chat_ids([{"role": "user", "content": ""}])  # fail now where the file cannot chat
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):  # line editing and history in input()
                 import readline  # noqa: F401

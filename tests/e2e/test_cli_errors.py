@@ -1,0 +1,86 @@
+"""Bad input on the command line: exit code 2 and one helpful line, never a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rimuru.cli import main
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], *needles: str, code: int = 2) -> None:
+    assert main([*arguments, "--log-level", "error"]) == code
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert captured.out == "" and len(lines) == 1, captured.err
+    assert lines[0].startswith("rimuru: ") and "Traceback" not in captured.err
+    for needle in needles:
+        assert needle in lines[0], lines[0]
+
+
+@pytest.mark.parametrize("command", ["run", "inspect", "convert", "bench"])
+def test_missing_file(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    extra = ["-p", "x"] if command == "run" else []
+    refused(capsys, [command, str(tmp_path / "none.gguf"), *extra], "none.gguf")
+
+
+def test_wrong_and_cut_off_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_models: Path) -> None:
+    text = tmp_path / "notes.gguf"
+    text.write_text("this is no model")
+    refused(capsys, ["run", str(text), "-p", "x"], "notes.gguf")
+    whole = (tiny_models / "tiny.gguf").read_bytes()
+    for n_bytes in (3, 40, 2000, len(whole) // 2, len(whole) - 4096):
+        cut = tmp_path / "cut.gguf"
+        cut.write_bytes(whole[:n_bytes])
+        refused(capsys, ["run", str(cut), "-p", "x"], "cut.gguf")
+    refused(capsys, ["run", str(tmp_path), "-p", "x"])
+
+
+@pytest.mark.parametrize(
+    ("name", "needle"),
+    [("bad_bigendian.gguf", "big-endian"), ("bad_v1.gguf", "1"), ("bad_v4.gguf", "4"), ("bad_type.gguf", "9999")],
+)
+def test_malformed_headers(name: str, needle: str, capsys: pytest.CaptureFixture[str], tiny_models: Path) -> None:
+    refused(capsys, ["run", str(tiny_models / name), "-p", "x"], needle)
+
+
+def test_unusable_options(capsys: pytest.CaptureFixture[str], tiny_models: Path, tmp_path: Path) -> None:
+    model = str(tiny_models / "tiny.gguf")
+    refused(capsys, ["run", model, "-p", "x", "--ctx", "100000"], "512")
+    refused(capsys, ["run", model, "-p", "hello " * 400], "512")
+    refused(capsys, ["run", model, "-p", "x", "--memory", "lots"], "lots")
+    refused(capsys, ["run", model, "-p", "x", "--memory", "100KiB"], "--memory")
+    refused(capsys, ["run", model, "-p", "x", "--memory", "9MiB", "--resident-experts", "1.0"], "--memory")
+    refused(capsys, ["run", model, "-p", "x", "--resident-experts", "17"], "16")
+    refused(capsys, ["run", model, "-p", "x", "--temp", "-1"], "temperature")
+    refused(capsys, ["run", model, "-p", "x", "--top-p", "1.5"], "top_p")
+    refused(capsys, ["run", model, "-p", "x", "-f", "y"], "-p")
+    refused(capsys, ["run", model, "-f", str(tmp_path / "none.txt")], "none.txt")
+    refused(capsys, ["run", model, "-p", ""], "empty")
+    refused(capsys, ["run", model, "--token-ids", "1,x"], "--token-ids")
+    refused(capsys, ["run", model, "--token-ids", "999999"], "999999")
+    refused(capsys, ["perplexity", model, "-f", str(tmp_path / "none.txt")], "none.txt")
+
+
+def test_unwritable_output(capsys: pytest.CaptureFixture[str], tiny_models: Path, tmp_path: Path) -> None:
+    model = str(tiny_models / "tiny.gguf")
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    refused(capsys, ["convert", model, "-o", str(taken)], "taken")
+    refused(capsys, ["convert", model, "-o", str(taken / "below")], "taken")
+    refused(capsys, ["convert", model, "-o", "/proc/none/x.rimuru"], "/proc/none")
+
+
+def test_option_errors_of_the_parser() -> None:
+    for arguments in (
+        ["run"],
+        ["fly"],
+        ["run", "m.gguf", "--device", "tpu"],
+        ["bench", "m.gguf", "--prefill", "0"],
+        [],
+    ):
+        result = subprocess.run([sys.executable, "-m", "rimuru", *arguments], capture_output=True, text=True)
+        assert result.returncode == 2 and "Traceback" not in result.stderr
