@@ -9,15 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases.matmul import random_rows
 
 from rimuru.formats.quants import ENGINE_FORMATS, QuantFormat
 from rimuru.formats.quants_ref import dequantize
 
 HERE = Path(__file__).resolve().parent
-HALF_SCALES = {  # byte offsets of the f16 fields of a block: random bits there would be NaN or huge
-    "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,),
-    "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,),
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +29,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(out))
 
 
-def random_rows(rng: np.random.Generator, fmt: QuantFormat, n_rows: int, n_in: int) -> np.ndarray:
-    """uint8 [n_rows, row_bytes] of random codes with sensible scales."""
-    if fmt.is_float:
-        values = rng.standard_normal((n_rows, n_in)).astype(np.float32)
-        if fmt.name == "bf16":
-            return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-        return values.astype(np.float16 if fmt.name == "f16" else np.float32).view(np.uint8)
-    blocks = rng.integers(0, 256, (n_rows, n_in // fmt.block_elements, fmt.block_bytes), dtype=np.uint8)
-    for offset in HALF_SCALES.get(fmt.name, ()):
-        scale = rng.normal(0, 0.02, blocks.shape[:2]).astype(np.float16)
-        blocks[:, :, offset : offset + 2] = scale[..., None].view(np.uint8)
+def mixed_rows(rng: np.random.Generator, fmt: QuantFormat, n_rows: int, n_in: int) -> np.ndarray:
+    """Random rows; MXFP4 with exponents from the whole range."""
+    rows = random_rows(rng, fmt, n_rows, n_in)
     if fmt.name == "mxfp4":
-        blocks[:, :, 0] = rng.choice([0, 1, 2, 100, 120, 127, 130, 200], blocks.shape[:2])
-    return blocks.reshape(n_rows, -1)
+        blocks = rows.reshape(-1, fmt.block_bytes)
+        blocks[:, 0] = rng.choice([0, 1, 2, 100, 120, 127, 130, 200], len(blocks))
+    return rows
 
 
 def quantize_act(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -61,7 +51,7 @@ def quantize_act(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_decoding_is_exact(library: ctypes.CDLL, fmt: QuantFormat) -> None:
     rng = np.random.default_rng(fmt.ggml_id)
     n_in = 1024 if fmt.block_elements == 256 else 352
-    rows = random_rows(rng, fmt, 5, n_in)
+    rows = mixed_rows(rng, fmt, 5, n_in)
     want = dequantize(rows, fmt)
     # Each row is decoded in place (odd addresses where the block size is odd), and with a word of memory around it.
     memory = np.zeros(rows.size + 32, np.uint8)
@@ -82,7 +72,7 @@ def test_integer_dot_equals_the_product_with_decoded_activations(
 ) -> None:
     rng = np.random.default_rng(100 + fmt.ggml_id)
     n_in = 512 if fmt.block_elements == 256 else 352
-    rows = random_rows(rng, fmt, 1, n_in)
+    rows = mixed_rows(rng, fmt, 1, n_in)
     x = rng.standard_normal(n_in).astype(np.float32) if kind == "normal" else np.full(n_in, 3000, np.float32)
     values, scales, sums = quantize_act(x)
     memory = np.zeros(rows.size + 32, np.uint8)

@@ -1,0 +1,247 @@
+"""Launchers of products with packed matrices, and the forms of activations that they read (cuda_src/matmul).
+
+Few tokens: 8-bit activations and integer dot products, weights read once per 8 tokens. The order of a row's sums
+depends on its width only, so results do not depend on the batch. Many tokens: halves with one scale a row, on tensor
+cores.
+An activation without halves (`act(deterministic=True)`) always takes the first way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from rimuru.base.errors import RimuruError
+from rimuru.base.units import ceil_div
+from rimuru.formats.quants import QuantFormat
+from rimuru.ops.base import Act, Array, Weight
+from rimuru.ops.cuda.launch import Kernel
+
+ACT_BLOCK = 32
+TOKEN_TILE = 8
+"""Most tokens that the integer kernels handle for one reading of the weights."""
+
+MAX_GEMV_TOKENS = 8
+"""Beyond this many tokens tensor cores are faster."""
+
+_GEMV_WARPS = 8
+_MAX_MATRICES = 4
+_MAX_FORMATS = 3
+_NO_BLOCK = 0x7FFFFFFF
+_TILE_THREADS = 256
+
+_MATRIX = ", ".join(
+    f"weight{i}: u8*, out{i}: f32*, bias{i}: f32*, n_out{i}: i32, first{i}: i32, kind{i}: i32"
+    for i in range(_MAX_MATRICES)
+)
+_FINISH = "row_scale: f32*, scale: f32, add: i32, width: i32, n_tokens: i32"
+
+_quantize = Kernel("matmul/quantize_act.cu", "quantize_act", "x: f32*, values: i8*, scales: f32*, sums: i32*, n: i64")
+_scale_halves = Kernel("matmul/quantize_act.cu", "scale_halves", "x: f32*, halves: f16*, scales: f32*, width: i32")
+
+
+@dataclass(slots=True)
+class ActQuant:
+    """What the matrix kernels read of an activation beside its float32 values (layout: cuda_src/common/types.cuh)."""
+
+    values: Array | None  # int8 [T, width]; None where 32 does not divide the width
+    scales: Array | None  # float32 [T, width / 32]
+    sums: Array | None  # int32 [T, width / 32], two sums of 16 values each
+    halves: Array | None  # float16 [T, width]; None: the tensor-core kernels are not used
+    half_scales: Array | None  # float32 [T], powers of two
+
+    def head(self, n_tokens: int) -> ActQuant:
+        """The first n_tokens rows, sharing memory."""
+        parts = (self.values, self.scales, self.sums, self.halves, self.half_scales)
+        return ActQuant(*(None if part is None else part[:n_tokens] for part in parts))
+
+
+def act(n_tokens: int, width: int, deterministic: bool = False) -> Act:
+    """Storage for an activation of n_tokens rows."""
+    import cupy
+
+    blocks = width % ACT_BLOCK == 0
+    halves = blocks and not deterministic and n_tokens > MAX_GEMV_TOKENS
+    quant = ActQuant(
+        cupy.empty((n_tokens, width), np.int8) if blocks else None,
+        cupy.empty((n_tokens, width // ACT_BLOCK), np.float32) if blocks else None,
+        cupy.empty((n_tokens, width // ACT_BLOCK), np.int32) if blocks else None,
+        cupy.empty((n_tokens, width), np.float16) if halves else None,
+        cupy.empty(n_tokens, np.float32) if halves else None,
+    )
+    return Act(cupy.empty((n_tokens, width), np.float32), quant)
+
+
+def act_bytes(n_tokens: int, width: int, deterministic: bool = False) -> int:
+    """Bytes that `act` takes."""
+    total = 4 * width
+    if width % ACT_BLOCK == 0:
+        total += width + 8 * (width // ACT_BLOCK)
+        if not deterministic and n_tokens > MAX_GEMV_TOKENS:
+            total += 2 * width + 4
+    return n_tokens * total
+
+
+def quantize_act(x: Act, n_tokens: int) -> None:
+    """Fill the 8-bit form of the first n_tokens rows from their float32 values."""
+    width = x.f32.shape[1]
+    if x.quant.values is not None:
+        n_blocks = n_tokens * (width // ACT_BLOCK)
+        _quantize((ceil_div(n_blocks, 8),), (256,), (x.f32, x.quant.values, x.quant.scales, x.quant.sums, n_blocks))
+
+
+def scale_halves(x: Array, halves: Array, scales: Array, n_tokens: int) -> None:
+    """halves[t] = x[t] / scales[t] with scales[t] the power of two that fits row t; x [T, width]."""
+    width = x.shape[1]
+    threads = min(256, 32 * ceil_div(width // 4, 32))
+    _scale_halves((n_tokens,), (threads,), (x, halves, scales, width))
+
+
+def weight(raw: np.ndarray, fmt: QuantFormat, n_in: int) -> Weight:
+    """Upload the raw bytes of a matrix with rows of n_in elements (float formats: n_in a multiple of 8)."""
+    import cupy
+
+    check_width(fmt, n_in)
+    rows = np.ascontiguousarray(raw).view(np.uint8).reshape(-1, fmt.row_bytes(n_in))
+    return Weight(cupy.asarray(rows), fmt, rows.shape[0], n_in)
+
+
+def check_width(fmt: QuantFormat, n_in: int) -> None:
+    """Raise where the kernels cannot take rows of this width."""
+    unit = 8 if fmt.is_float else fmt.block_elements
+    if n_in % unit:
+        raise RimuruError(f"{fmt.name} rows of {n_in} elements: the CUDA kernels need a multiple of {unit}")
+
+
+def row_lanes(n_in: int) -> int:
+    """Lanes that share a row. Depends on the width only, so that the order of sums does too."""
+    return 8 if n_in <= 1024 else 16
+
+
+def format_defines(formats: Sequence[str]) -> dict[str, int | str]:
+    """-D options that name the formats of a launch of several matrices."""
+    return {f"FORMAT_{letter}": name for letter, name in zip("ABC", formats, strict=False)}
+
+
+def token_tile(n_tokens: int) -> int:
+    """Tokens for one reading of the weights: 1, 2, 4 or 8."""
+    return next(tile for tile in (1, 2, 4, TOKEN_TILE) if tile >= min(n_tokens, TOKEN_TILE))
+
+
+@cache
+def gemv_kernel(formats: tuple[str, ...], tile: int, lanes: int, rows: int) -> Kernel:
+    defines = format_defines(formats) | {
+        "TOKEN_TILE": tile, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": _GEMV_WARPS,
+    }  # fmt: skip
+    signature = f"x_f32: f32*, x_values: i8*, x_scales: f32*, x_sums: i32*, {_MATRIX}, {_FINISH}"
+    return Kernel("matmul/gemv.cu", "gemv", signature, defines)
+
+
+@cache
+def gemm_kernel(formats: tuple[str, ...], tile_n: int, tile_m: int) -> Kernel:
+    defines = format_defines(formats) | {"TILE_N": tile_n, "TILE_M": tile_m}
+    return Kernel("matmul/gemm.cu", "gemm", f"x: f16*, x_scales: f32*, {_MATRIX}, {_FINISH}", defines)
+
+
+def tile_shared_bytes(tile_n: int, tile_m: int) -> int:
+    """Dynamic shared memory of a tensor-core tile (TILE_SHARED_BYTES of cuda_src/matmul/tile.cuh)."""
+    tile_k, x_stages = 8192 // tile_n, 3 if tile_n == 128 else 2
+    return 2 * (tile_k + 8) * (2 * tile_n + x_stages * tile_m)
+
+
+def gemm_tile(n_tokens: int, n_rows: int) -> tuple[int, int]:
+    """(rows, tokens) of a tile: large ones where they fill the device, else small ones that split K inside a block."""
+    if n_tokens <= 16:
+        return 32, 16
+    if n_tokens <= 64 or ceil_div(n_rows, 128) * ceil_div(n_tokens, 64) < 64:
+        return 32, 32
+    return (128, 64) if ceil_div(n_rows, 128) * ceil_div(n_tokens, 128) < 200 else (128, 128)
+
+
+def linear(
+    x: Act,
+    weights: Sequence[Weight],
+    outs: Sequence[Array],
+    biases: Sequence[Array | None] | None = None,
+    add: bool = False,
+    scale: float = 1.0,
+    row_scale: Array | None = None,
+) -> None:
+    """See Ops.linear. All matrices of one way go in one launch."""
+    n_tokens = outs[0].shape[0]
+    bias_list: Sequence[Array | None] = biases if biases is not None else [None] * len(weights)
+    jobs = list(zip(weights, outs, bias_list, strict=True))
+    tiled = []
+    if n_tokens > MAX_GEMV_TOKENS and x.quant is not None and x.quant.halves is not None:
+        # Float32 matrices (routers) are never rounded to halves: the choice of experts hangs on their precision.
+        tiled = [job for job in jobs if job[0].format.name != "f32"]
+        jobs = [job for job in jobs if job[0].format.name == "f32"]
+    finish = (row_scale, scale, int(add), x.f32.shape[1], n_tokens)
+    if tiled:
+        scale_halves(x.f32, x.quant.halves, x.quant.half_scales, n_tokens)
+        for group in _launch_groups(tiled):
+            _launch_gemm(x, group, finish)
+    for group in _launch_groups(jobs):
+        _launch_gemv(x, group, finish)
+
+
+Job = tuple[Weight, Array, "Array | None"]
+
+
+def _launch_groups(jobs: list[Job]) -> list[list[Job]]:
+    """Jobs in groups that one launch can hold."""
+    groups: list[list[Job]] = []
+    for job in jobs:
+        if groups and len(groups[-1]) < _MAX_MATRICES:
+            formats = {w.format.name for w, _, _ in groups[-1]} | {job[0].format.name}
+            if len(formats) <= _MAX_FORMATS:
+                groups[-1].append(job)
+                continue
+        groups.append([job])
+    return groups
+
+
+def _matrix_arguments(group: list[Job], rows_per_block: int) -> tuple[tuple[str, ...], list[Any], int]:
+    """(formats, kernel arguments, blocks) of the matrices of one launch."""
+    formats = tuple(sorted({w.format.name for w, _, _ in group}))
+    arguments: list[Any] = []
+    first = 0
+    for w, out, bias in group:
+        arguments += [w.data, out, bias, w.n_out, first, formats.index(w.format.name)]
+        first += ceil_div(w.n_out, rows_per_block)
+    for _ in range(_MAX_MATRICES - len(group)):
+        arguments += [None, None, None, 0, _NO_BLOCK, 0]
+    return formats, arguments, first
+
+
+def _launch_gemv(x: Act, group: list[Job], finish: tuple[Any, ...]) -> None:
+    width, n_tokens = finish[-2], finish[-1]
+    lanes, tile = row_lanes(width), token_tile(n_tokens)
+    rows = gemv_rows(tile)
+    formats, matrices, n_blocks = _matrix_arguments(group, _GEMV_WARPS * (32 // lanes) * rows)
+    quant = (None, None, None) if x.quant is None else (x.quant.values, x.quant.scales, x.quant.sums)
+    if quant[0] is None and not all(w.format.is_float for w, _, _ in group):
+        raise RimuruError(f"an activation of width {width} has no 8-bit form, which {formats} matrices need")
+    kernel = gemv_kernel(formats, tile, lanes, rows)
+    kernel((n_blocks, ceil_div(n_tokens, tile)), (_GEMV_WARPS * 32,), (x.f32, *quant, *matrices, *finish))
+
+
+def gemv_rows(tile: int) -> int:
+    """Rows that a lane works on at once: more where the activations of many tokens are to be reused."""
+    return 1 if tile == 1 else 2
+
+
+def _launch_gemm(x: Act, group: list[Job], finish: tuple[Any, ...]) -> None:
+    n_tokens = finish[-1]
+    tile_n, tile_m = gemm_tile(n_tokens, sum(w.n_out for w, _, _ in group))
+    formats, matrices, n_blocks = _matrix_arguments(group, tile_n)
+    gemm_kernel(formats, tile_n, tile_m)(
+        (ceil_div(n_tokens, tile_m), n_blocks),
+        (_TILE_THREADS,),
+        (x.quant.halves, x.quant.half_scales, *matrices, *finish),
+        shared_bytes=tile_shared_bytes(tile_n, tile_m),
+    )

@@ -1,0 +1,355 @@
+"""Launchers of routing and experts (cuda_src/moe).
+
+Nothing here waits for the device: grids are sized for the worst case of the routing; blocks without work end at once.
+
+Few assignments an expert: integer dot products on 8-bit activations. Many: tensor cores. One (token, slot) pair is an
+assignment, a = token * top_k + slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from rimuru.arch.spec import MoeSpec
+from rimuru.base.errors import RimuruError
+from rimuru.base.units import ceil_div
+from rimuru.memory.specs import ProjectionLayout
+from rimuru.ops.base import Act, Array, ExpertTable, MoeScratch
+from rimuru.ops.cuda.launch import Kernel
+from rimuru.ops.cuda.matmul import ACT_BLOCK, row_lanes, scale_halves, tile_shared_bytes, token_tile
+from rimuru.ops.cuda.pointwise import ACTIVATION_IDS
+
+MAX_EXPERTS = 1024
+MAX_DECODE_LOAD = 4
+"""Up to this many assignments an expert on average the integer kernels are used."""
+
+UNSORTED_TOKENS = 2
+"""Up to this many tokens every assignment is an item by itself: few experts are met twice, and no sort is needed."""
+
+_SORT_THREADS = 1024
+_DOWN_WARPS = 8
+_GATINGS = {"softmax": 0, "sigmoid": 1, "softmax_selected": 2, "sqrt_softplus": 3}
+_ITEMS = "items: *, n_items: i32*, order: i32*, ids: i32*, active: bool*, n_experts: i32, top_k: i32"
+_PAGES = "addresses: i64*, n_pages: i32"
+_UP_PAGES = (
+    "gate_first_page: i32, gate_rows_per_page: i32, gate_row_bytes: i32,"
+    "up_first_page: i32, up_rows_per_page: i32, up_row_bytes: i32"
+)
+_DOWN_PAGES = "first_page: i32, rows_per_page: i32, row_bytes: i32"
+
+_sort = Kernel(
+    "moe/token_sort.cu",
+    "moe_sort",
+    "ids: i32*, active: bool*, order: i32*, items: *, n_items: i32*, n: i32, n_experts: i32, item_tokens: i32",
+)
+_sort_count = Kernel("moe/token_sort.cu", "moe_sort_count", "ids: i32*, block_counts: i32*, n: i32, n_experts: i32")
+_sort_scan = Kernel(
+    "moe/token_sort.cu",
+    "moe_sort_scan",
+    "block_counts: i32*, active: bool*, items: *, n_items: i32*, n_blocks: i32, n_experts: i32, item_tokens: i32",
+)
+_sort_place = Kernel(
+    "moe/token_sort.cu", "moe_sort_place", "ids: i32*, block_places: i32*, order: i32*, n: i32, n_experts: i32"
+)
+_combine = Kernel(
+    "moe/combine.cu",
+    "moe_combine",
+    "y: f32*, weights: f32*, out: f32*, n_tokens: i32, top_k: i32, width: i32, add: i32, scale: f32",
+)
+
+
+@dataclass(slots=True)
+class ExpertBuffers:
+    """What the expert kernels keep between their launches; A = assignments."""
+
+    hidden: Array  # float32 [A, n_hidden]
+    values: Array | None  # int8 [A, n_hidden], the 8-bit form of hidden; None where 32 does not divide n_hidden
+    scales: Array | None  # float32 [A, n_hidden / 32]
+    sums: Array | None  # int32 [A, n_hidden / 32]
+    halves: Array | None  # float16 [A, n_hidden]; None: the tensor-core kernels are not used
+    half_scales: Array | None  # float32 [A]
+    order: Array  # int32 [A], assignments by expert
+    items: Array  # int32 [max items, 4]
+    n_items: Array  # int32 [1]
+    block_counts: Array  # int32 [ceil(A / 1024), n_experts]
+
+
+def moe_scratch(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: bool = False) -> MoeScratch:
+    """See Ops.moe_scratch. deterministic: only the integer kernels, whatever the batch."""
+    import cupy
+
+    n, hidden = max_tokens * spec.top_k, spec.width
+    blocks = hidden % ACT_BLOCK == 0
+    halves = blocks and n_in % ACT_BLOCK == 0 and not deterministic and _tile_load(max_tokens, spec) > MAX_DECODE_LOAD
+    private = ExpertBuffers(
+        cupy.empty((n, hidden), np.float32),
+        cupy.empty((n, hidden), np.int8) if blocks else None,
+        cupy.empty((n, hidden // ACT_BLOCK), np.float32) if blocks else None,
+        cupy.empty((n, hidden // ACT_BLOCK), np.int32) if blocks else None,
+        cupy.empty((n, hidden), np.float16) if halves else None,
+        cupy.empty(n, np.float32) if halves else None,
+        cupy.empty(n, np.int32),
+        cupy.empty((n, 4), np.int32),
+        cupy.empty(1, np.int32),
+        cupy.empty((ceil_div(n, _SORT_THREADS), spec.n_experts), np.int32),
+    )
+    return MoeScratch(cupy.empty((n, n_in), np.float32), private)
+
+
+def moe_scratch_bytes(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: bool = False) -> int:
+    """Bytes that `moe_scratch` takes; for the ledger."""
+    n, hidden = max_tokens * spec.top_k, spec.width
+    total = n * (4 * hidden + 4 * n_in + 4 + 16) + 4 + 4 * ceil_div(n, _SORT_THREADS) * spec.n_experts
+    if hidden % ACT_BLOCK == 0:
+        total += n * (hidden + 8 * (hidden // ACT_BLOCK))
+        if n_in % ACT_BLOCK == 0 and not deterministic and _tile_load(max_tokens, spec) > MAX_DECODE_LOAD:
+            total += n * (2 * hidden + 4)
+    return total
+
+
+def _tile_load(n_tokens: int, spec: MoeSpec) -> float:
+    """Assignments an expert on average."""
+    return n_tokens * spec.top_k / spec.n_experts
+
+
+@cache
+def _route_kernel(per_lane: int) -> Kernel:
+    signature = (
+        "logits: f32*, bias: f32*, ids: i32*, weights: f32*, n_tokens: i32, n_experts: i32, top_k: i32, gating: i32,"
+        "n_groups: i32, n_groups_used: i32, renormalise: i32, scale: f32"
+    )
+    return Kernel("moe/route_topk.cu", "route_topk", signature, {"PER_LANE": per_lane})
+
+
+def route_kernel(n_experts: int) -> Kernel:
+    """The routing kernel for a number of experts; raises where it has none."""
+    if not 1 <= n_experts <= MAX_EXPERTS:
+        raise RimuruError(f"{n_experts} experts in a layer: the CUDA kernels take 1 to {MAX_EXPERTS}")
+    return _route_kernel(ceil_div(n_experts, 32))
+
+
+def route(logits: Array, spec: MoeSpec, bias: Array | None, ids: Array, weights: Array) -> None:
+    """See Ops.route."""
+    n_tokens, n_experts = logits.shape
+    if spec.top_k > n_experts or spec.n_groups > 32:
+        raise RimuruError(f"cannot choose {spec.top_k} of {n_experts} experts in {spec.n_groups} groups")
+    warps = 4 if n_tokens > 132 else 1
+    route_kernel(n_experts)(
+        (ceil_div(n_tokens, warps),),
+        (32 * warps,),
+        (
+            logits, bias, ids, weights, n_tokens, n_experts, spec.top_k, _GATINGS[spec.gating], spec.n_groups,
+            spec.n_groups_used, int(spec.renormalise), spec.weights_scale or 1.0,
+        ),
+    )  # fmt: skip
+
+
+@cache
+def up_kernel(gate: str | None, up: str, tile: int, lanes: int, rows: int) -> Kernel:
+    """gate_up for few tokens; gate None = no gate."""
+    signature = (
+        f"x_f32: f32*, x_values: i8*, x_scales: f32*, x_sums: i32*, width: i32, {_ITEMS}, {_PAGES}, {_UP_PAGES},"
+        "gate_bias: f32*, up_bias: f32*, hidden: f32*, act_values: i8*, act_scales: f32*, act_sums: i32*,"
+        "n_hidden: i32, activation: i32"
+    )
+    defines: dict[str, int | str] = {
+        "FORMAT_GATE": gate or up, "FORMAT_UP": up, "GATED": int(gate is not None), "TOKEN_TILE": tile,
+        "ROW_LANES": lanes, "LANE_ROWS": rows,
+    }  # fmt: skip
+    return Kernel("moe/moe_decode.cu", "moe_gate_up", signature, defines)
+
+
+@cache
+def down_kernel(down: str, tile: int, lanes: int, rows: int) -> Kernel:
+    """down for few tokens."""
+    signature = (
+        f"h_f32: f32*, h_values: i8*, h_scales: f32*, h_sums: i32*, n_hidden: i32, {_ITEMS}, {_PAGES}, {_DOWN_PAGES},"
+        "bias: f32*, out: f32*, n_out: i32"
+    )
+    defines: dict[str, int | str] = {
+        "FORMAT_DOWN": down, "TOKEN_TILE": tile, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": _DOWN_WARPS,
+    }  # fmt: skip
+    return Kernel("moe/moe_decode.cu", "moe_down", signature, defines)
+
+
+@cache
+def up_tile_kernel(gate: str | None, up: str, tile_n: int, tile_m: int) -> Kernel:
+    """gate_up on tensor cores; gate None = no gate."""
+    signature = (
+        f"x: f16*, x_scales: f32*, width: i32, {_ITEMS}, {_PAGES}, {_UP_PAGES},"
+        "gate_bias: f32*, up_bias: f32*, hidden: f32*, n_hidden: i32, activation: i32"
+    )
+    defines: dict[str, int | str] = {
+        "FORMAT_GATE": gate or up, "FORMAT_UP": up, "GATED": int(gate is not None), "TILE_N": tile_n, "TILE_M": tile_m,
+    }  # fmt: skip
+    return Kernel("moe/moe_tile.cu", "moe_gate_up_tile", signature, defines)
+
+
+@cache
+def down_tile_kernel(down: str, tile_n: int, tile_m: int) -> Kernel:
+    """down on tensor cores."""
+    signature = (
+        f"hidden: f16*, h_scales: f32*, n_hidden: i32, {_ITEMS}, {_PAGES}, {_DOWN_PAGES},"
+        "bias: f32*, out: f32*, n_out: i32"
+    )
+    return Kernel(
+        "moe/moe_tile.cu", "moe_down_tile", signature, {"FORMAT_DOWN": down, "TILE_N": tile_n, "TILE_M": tile_m}
+    )
+
+
+def item_tile(load: float) -> tuple[int, int]:
+    """(rows, tokens) of a tensor-core tile for an average number of assignments an expert."""
+    if load <= 12:
+        return 32, 16
+    if load <= 48:
+        return 32, 32
+    return (128, 64) if load <= 96 else (128, 128)
+
+
+def sort_assignments(ids: Array, active: Array | None, n_experts: int, item_tokens: int, buffers: ExpertBuffers) -> int:
+    """Fill order and items of `buffers`; returns the number of items in the worst case."""
+    n = ids.size
+    if n_experts > MAX_EXPERTS:
+        raise RimuruError(f"{n_experts} experts in a layer: the CUDA kernels take up to {MAX_EXPERTS}")
+    if n <= _SORT_THREADS:
+        outputs = (buffers.order, buffers.items, buffers.n_items)
+        _sort((1,), (_SORT_THREADS,), (ids, active, *outputs, n, n_experts, item_tokens))
+    else:
+        blocks = ceil_div(n, _SORT_THREADS)
+        counts = buffers.block_counts
+        _sort_count((blocks,), (_SORT_THREADS,), (ids, counts, n, n_experts))
+        scan = (counts, active, buffers.items, buffers.n_items, blocks, n_experts, item_tokens)
+        _sort_scan((1,), (_SORT_THREADS,), scan)
+        _sort_place((blocks,), (_SORT_THREADS,), (ids, counts, buffers.order, n, n_experts))
+    return min(n, n_experts + n // item_tokens)
+
+
+@dataclass(slots=True)
+class _Call:
+    """What the two launches of one moe_experts call share."""
+
+    x: Act
+    table: ExpertTable
+    spec: MoeSpec
+    buffers: ExpertBuffers
+    out: Array
+    item_arguments: tuple[Any, ...]
+    max_items: int
+
+    def projection(self, name: str) -> ProjectionLayout | None:
+        return self.table.layout.projection(name)
+
+    def bias(self, name: str) -> Array | None:
+        return self.table.biases.get(name)
+
+    def up_arguments(self) -> tuple[Any, ...]:
+        up = self.projection("up")
+        assert up is not None
+        gate = self.projection("gate") or up
+        pages = [value for p in (gate, up) for value in (p.first_page, p.rows_per_page, p.row_bytes)]
+        addresses = (self.table.addresses, self.table.layout.n_pages)
+        return (*self.item_arguments, *addresses, *pages, self.bias("gate"), self.bias("up"), self.buffers.hidden)
+
+    def down_arguments(self, down: ProjectionLayout) -> tuple[Any, ...]:
+        pages = (self.table.addresses, self.table.layout.n_pages, down.first_page, down.rows_per_page, down.row_bytes)
+        return (*self.item_arguments, *pages, self.bias("down"), self.out, down.n_rows)
+
+
+def moe_experts(
+    x: Act, ids: Array, table: ExpertTable, active: Array | None, spec: MoeSpec, scratch: MoeScratch
+) -> None:
+    """See Ops.moe_experts."""
+    up, down = table.layout.projection("up"), table.layout.projection("down")
+    if up is None or down is None:
+        raise RimuruError(f"block {table.layout.layer}: experts need an up and a down projection")
+    n_tokens, top_k = ids.shape
+    n_experts, buffers = table.layout.n_experts, scratch.private
+    load = n_tokens * top_k / n_experts
+    tiled = load > MAX_DECODE_LOAD and buffers.halves is not None and x.quant is not None and x.quant.halves is not None
+    tile_n, tile = item_tile(load) if tiled else (0, token_tile(n_tokens))
+    if not tiled and n_tokens <= UNSORTED_TOKENS:
+        tile, max_items, items, n_items, order = 1, ids.size, None, None, None
+    else:
+        max_items = sort_assignments(ids, active, n_experts, tile, buffers)
+        items, n_items, order = buffers.items, buffers.n_items, buffers.order
+    arguments = (items, n_items, order, ids, active, n_experts, top_k)
+    call = _Call(x, table, spec, buffers, scratch.out, arguments, max_items)
+    if tiled:
+        _experts_on_tensor_cores(call, up, down, tile_n, tile, ids.size)
+    else:
+        _experts_by_integer_dots(call, up, down, tile)
+
+
+def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: ProjectionLayout, tile: int) -> None:
+    buffers, quant, gate = call.buffers, call.x.quant, call.projection("gate")
+    gate_name = None if gate is None else gate.format.name
+    lanes, rows = up_shape(up.n_in, tile)
+    x_forms = (None, None, None) if quant is None else (quant.values, quant.scales, quant.sums)
+    hidden_forms = (buffers.values, buffers.scales, buffers.sums)
+    up_kernel(gate_name, up.format.name, tile, lanes, rows)(
+        (ceil_div(up.n_rows, ACT_BLOCK), call.max_items),
+        (32 * lanes // rows,),
+        (
+            call.x.f32, *x_forms, up.n_in, *call.up_arguments(), *hidden_forms, up.n_rows,
+            ACTIVATION_IDS[call.spec.activation],
+        ),
+    )  # fmt: skip
+    lanes, rows = down_shape(down.n_in, tile)
+    down_kernel(down.format.name, tile, lanes, rows)(
+        (ceil_div(down.n_rows, _DOWN_WARPS * (32 // lanes) * rows), call.max_items),
+        (_DOWN_WARPS * 32,),
+        (buffers.hidden, *hidden_forms, down.n_in, *call.down_arguments(down)),
+    )
+
+
+def up_shape(n_in: int, tile: int) -> tuple[int, int]:
+    """(lanes a row, hidden rows a lane) of the gate_up kernel; the lanes depend on the width only (order of sums)."""
+    return row_lanes(n_in), 1 if tile <= 2 else 2
+
+
+def down_shape(n_in: int, tile: int) -> tuple[int, int]:
+    """(lanes a row, rows a lane) of the down kernel; the lanes depend on the width only (order of sums)."""
+    return row_lanes(n_in), 2
+
+
+def _experts_on_tensor_cores(
+    call: _Call, up: ProjectionLayout, down: ProjectionLayout, tile_n: int, tile_m: int, n_assignments: int
+) -> None:
+    buffers, x, gate = call.buffers, call.x, call.projection("gate")
+    scale_halves(x.f32, x.quant.halves, x.quant.half_scales, n_assignments // call.spec.top_k)
+    hidden_tile = tile_n if gate is None else tile_n // 2
+    shared_bytes = tile_shared_bytes(tile_n, tile_m)
+    up_tile_kernel(None if gate is None else gate.format.name, up.format.name, tile_n, tile_m)(
+        (ceil_div(up.n_rows, hidden_tile), call.max_items),
+        (256,),
+        (
+            x.quant.halves, x.quant.half_scales, up.n_in, *call.up_arguments(), up.n_rows,
+            ACTIVATION_IDS[call.spec.activation],
+        ),
+        shared_bytes=shared_bytes,
+    )  # fmt: skip
+    scale_halves(buffers.hidden, buffers.halves, buffers.half_scales, n_assignments)
+    down_tile_kernel(down.format.name, tile_n, tile_m)(
+        (ceil_div(down.n_rows, tile_n), call.max_items),
+        (256,),
+        (buffers.halves, buffers.half_scales, down.n_in, *call.down_arguments(down)),
+        shared_bytes=shared_bytes,
+    )
+
+
+def moe_combine(scratch: MoeScratch, weights: Array, out: Array, add: bool, scale: float) -> None:
+    """See Ops.moe_combine."""
+    n_tokens, top_k = weights.shape
+    width = out.shape[1]
+    if width % 4:
+        raise RimuruError(f"experts of output width {width}: the CUDA kernels need a multiple of 4")
+    threads = min(256, 32 * ceil_div(width // 4, 32)) if n_tokens > 16 else 64
+    _combine(
+        (ceil_div(width // 4, threads), min(n_tokens, 65535)),
+        (threads,),
+        (scratch.out, weights, out, n_tokens, top_k, width, int(add), scale),
+    )

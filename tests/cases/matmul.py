@@ -1,0 +1,136 @@
+"""Cases of `linear`: every tensor type, shapes around the kernels' tiles, and the matrices of real models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cases.common import Case, Inputs, Outputs, normal
+from rimuru.formats.quants import BY_NAME, ENGINE_FORMATS, QuantFormat
+from rimuru.ops.base import Act, Ops
+
+TOLERANCES = {"f32": 1e-4, "f16": 4e-3, "bf16": 4e-3}
+"""Of matrices of plain numbers; 8-bit activations cost the other types about 5e-3 of the outputs' size per output."""
+
+QUANTISED_TOLERANCE = 0.04
+
+_SCALE_FIELDS = {
+    "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,),
+    "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,),
+}  # fmt: skip
+_STEPS = {  # about the root mean square of a weight over the block's scale
+    "q4_0": 5, "q4_1": 9, "q5_0": 9, "q5_1": 18, "q8_0": 74, "q2_k": 14, "q3_k": 40, "q4_k": 280, "q5_k": 570,
+    "q6_k": 1400, "iq4_nl": 62, "iq4_xs": 1150,
+}  # fmt: skip
+
+
+def random_rows(rng: np.random.Generator, fmt: QuantFormat, n_rows: int, n_in: int, std: float = 0.05) -> np.ndarray:
+    """uint8 [n_rows, row_bytes]: random codes under scales that give weights of about the size `std`."""
+    if fmt.is_float:
+        values = normal(rng, n_rows, n_in, scale=std)
+        if fmt.name == "bf16":
+            return np.ascontiguousarray((values.view(np.uint32) >> 16).astype(np.uint16)).view(np.uint8)
+        return values.astype(np.float16 if fmt.name == "f16" else np.float32).view(np.uint8)
+    n_blocks = n_rows * (n_in // fmt.block_elements)
+    blocks = np.frombuffer(rng.bytes(n_blocks * fmt.block_bytes), np.uint8).reshape(n_blocks, -1).copy()
+    if fmt.name == "mxfp4":
+        blocks[:, 0] = rng.integers(119, 123, n_blocks)
+    for offset in _SCALE_FIELDS.get(fmt.name, ()):
+        scales = (rng.uniform(0.5, 1.5, n_blocks) * std / _STEPS[fmt.name]).astype(np.float16)
+        blocks[:, offset : offset + 2] = scales[:, None].view(np.uint8)
+    return blocks.reshape(n_rows, -1)
+
+
+def filled_act(ops: Ops, values: np.ndarray) -> Act:
+    """An activation made by a verb, so that the backend's own form of it is there too."""
+    act = ops.act(*values.shape)
+    ops.multiply(ops.upload(values), ops.upload(np.ones_like(values)), act)
+    return act
+
+
+def linear_case(
+    name: str,
+    formats: Sequence[str],
+    n_out: Sequence[int],
+    n_in: int,
+    n_tokens: int,
+    *,
+    full: bool = False,
+    x_scale: float = 1.0,
+    x_constant: float | None = None,
+    kind: Any = "edge",
+    tolerance: float | None = None,
+) -> Case:
+    """Matrices that share an input. full: with biases, adding onto the outputs, scaled by row and as a whole."""
+    types = [BY_NAME[f] for f in formats]
+
+    def make_inputs(rng: np.random.Generator) -> Inputs:
+        constant = None if x_constant is None else np.full((n_tokens, n_in), x_constant, np.float32)
+        return {
+            "x": normal(rng, n_tokens, n_in, scale=x_scale) if constant is None else constant,
+            "raw": [random_rows(rng, fmt, rows, n_in) for fmt, rows in zip(types, n_out, strict=True)],
+            "before": [normal(rng, n_tokens, rows) for rows in n_out],
+            "biases": [normal(rng, rows) if i % 2 == 0 else None for i, rows in enumerate(n_out)],
+            "row_scale": rng.uniform(0.5, 2, n_tokens).astype(np.float32),
+        }
+
+    def run(ops: Ops, inputs: Inputs) -> Outputs:
+        weights = [ops.weight(raw, fmt, n_in) for raw, fmt in zip(inputs["raw"], types, strict=True)]
+        outs = [ops.upload(before.copy()) for before in inputs["before"]]
+        x = filled_act(ops, inputs["x"])
+        if full:
+            biases = [None if b is None else ops.upload(b) for b in inputs["biases"]]
+            ops.linear(x, weights, outs, biases, True, 0.5, ops.upload(inputs["row_scale"]))
+        else:
+            ops.linear(x, weights, outs)
+        return {f"out{i}": ops.download(out) for i, out in enumerate(outs)}
+
+    worst = max(TOLERANCES.get(f, QUANTISED_TOLERANCE) for f in formats)
+    return Case(
+        name=f"linear {name}",
+        make_inputs=make_inputs,
+        run=run,
+        bytes_moved=lambda i: sum(raw.nbytes for raw in i["raw"]) + i["x"].nbytes + sum(b.nbytes for b in i["before"]),
+        flops=lambda i: 2 * n_tokens * n_in * sum(n_out),
+        tolerance=tolerance or worst,
+        kind=kind,
+    )
+
+
+def _edge_cases() -> list[Case]:
+    cases = []
+    for fmt in ENGINE_FORMATS:
+        widths = (256, 768, 2816) if fmt.block_elements == 256 else (32, 96, 288, 1408)
+        rows = (127, 5, 3, 1)
+        for i, width in enumerate(widths):
+            for n_tokens in (1, 3, 8, 9, 40)[i % 2 :: 2]:
+                label = f"{fmt.name} {rows[i]}x{width} T={n_tokens}"
+                cases.append(linear_case(label, [fmt.name], [rows[i]], width, n_tokens, full=i == 1))
+        cases.append(linear_case(f"{fmt.name} 300x512 T=130", [fmt.name], [300], 512, 130))
+    mixed = ["q4_k", "q6_k", "q5_k"]
+    for n_tokens in (1, 5, 17, 70):
+        cases.append(
+            linear_case(f"q, k, v of three types T={n_tokens}", mixed, [192, 64, 33], 512, n_tokens, full=True)
+        )
+    cases.append(linear_case("f32 and q8_0 T=20", ["f32", "q8_0"], [60, 96], 256, 20))
+    # Sums of constant blocks overflow 16-bit floats (known fault Q03).
+    for name in ("q4_1", "q5_1", "q2_k", "q4_k", "q5_k"):
+        for n_tokens in (1, 20):
+            label = f"{name} constant 1e5 T={n_tokens}"
+            cases.append(linear_case(label, [name], [16], 1024, n_tokens, x_constant=1e5))
+    return cases
+
+
+EDGE_CASES = _edge_cases()
+
+MODEL_CASES = [
+    linear_case(
+        f"qwen3-30b q k v {v} T={n_tokens}", ["q4_k", "q4_k", v], [4096, 512, 512], 2048, n_tokens, kind="model"
+    )
+    for v in ("q4_k", "q6_k")
+    for n_tokens in (1, 8, 32, 512)
+]
+
+CASES = EDGE_CASES + MODEL_CASES
