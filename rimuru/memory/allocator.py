@@ -31,6 +31,8 @@ KIND_NUMBER: dict[str, int] = {
     "conv": jit.CONV,
 }
 KIND_NAME = tuple(KIND_NUMBER)
+PINNED_OWNER = -2
+"""Owner tag of pages that no plan moves (loading buffers)."""
 PAGE_KINDS: tuple[PageKind, ...] = ("expert", "ssm", "kv", "conv")
 
 
@@ -329,7 +331,9 @@ class PageAllocator:
         """Add huge pages at the end, up to n_huge in all; their memory must be there."""
         if not self.n_huge <= n_huge <= self.max_huge:
             raise AuditError(f"cannot grow from {self.n_huge} to {n_huge} huge pages (at most {self.max_huge})")
-        self.rejoin("huge", np.arange(self.n_huge, n_huge))
+        new = np.arange(self.n_huge, n_huge)
+        is_low = 2 * new < self.max_huge  # goes to the front of the ring of free pages: the lowest last, to be first
+        self.rejoin("huge", np.concatenate([new[is_low][::-1], new[~is_low]]))
         self.n_huge = n_huge
 
     def shrink(self, n_huge: int) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from rimuru.memory.allocator import KIND_NUMBER, PageAllocator, parent_kind
+from rimuru.memory.allocator import KIND_NUMBER, PINNED_OWNER, PageAllocator, parent_kind
 from rimuru.memory.specs import PageKind
 
 if TYPE_CHECKING:
@@ -80,6 +80,9 @@ class MovePlan:
         live = allocator.live_pages(self.huge)
         for leaf in _leaves(allocator, self.l2_kind) if self.l2_pages.size else ():
             live[leaf] = np.concatenate([live[leaf], allocator.live_children(leaf, self.l2_pages)])
+        owners = {kind: allocator.owners(kind, sources) for kind, sources in live.items()}
+        if any((tags == PINNED_OWNER).any() for tags in owners.values()):
+            return False
         if self.l2_pages.size:
             allocator.isolate(self.l2_kind, self.l2_pages)
         allocator.isolate("huge", self.huge)
@@ -90,7 +93,7 @@ class MovePlan:
             if targets is None:
                 self.cancel()
                 return False
-            allocator.set_owners(kind, targets, allocator.owners(kind, sources))
+            allocator.set_owners(kind, targets, owners[kind])
             self.moves.append(Move(kind, sources, targets))
         return True
 
@@ -101,7 +104,7 @@ def _leaves(allocator: PageAllocator, l2_kind: str) -> list[PageKind]:
 
 
 def plan_shrink(allocator: PageAllocator, n_huge: int) -> MovePlan | None:
-    """Empty the huge pages from n_huge on. None where what lives there does not fit elsewhere.
+    """Empty the huge pages from n_huge on. None where what lives there does not fit elsewhere, or is a loading buffer.
 
     `allocator.live_pages(range(n_huge, allocator.n_huge))` names what would have to be given up then. After the last
     commit `allocator.shrink(n_huge)` ends it.
@@ -150,7 +153,12 @@ def plan_compaction(
 def _cheapest_huge(allocator: PageAllocator, l2_kind: str, cost: np.ndarray) -> np.ndarray:
     """Huge pages split into another kind than l2_kind, the cheapest to empty first."""
     split = allocator.split_kind()
-    candidates = np.flatnonzero((split != 0) & (split != KIND_NUMBER[l2_kind]) & np.isfinite(cost))
+    movable = np.isfinite(cost)
+    if allocator.has("expert"):
+        experts = allocator.live_pages(np.arange(allocator.n_huge))["expert"]
+        pinned = experts[allocator.owners("expert", experts) == PINNED_OWNER]
+        movable[pinned // allocator.per_huge("expert")] = False
+    candidates = np.flatnonzero((split != 0) & (split != KIND_NUMBER[l2_kind]) & movable)
     return candidates[np.argsort(cost[candidates], kind="stable")].astype(np.int32)
 
 
@@ -197,7 +205,7 @@ def execute(
 def expert_cost_by_huge(allocator: PageAllocator, cost_of_owner: np.ndarray) -> np.ndarray:
     """float64 [n_huge]: what giving up the expert pages in each huge page costs, from a cost per page by owner tag.
 
-    Expert pages without an owner (loading buffers) must stay: infinite.
+    Expert pages without an owner must stay: infinite.
     """
     pages = allocator.live_pages(np.arange(allocator.n_huge))["expert"]
     owners = allocator.owners("expert", pages)

@@ -8,15 +8,15 @@ import numpy as np
 
 from rimuru.base import env
 from rimuru.base.errors import AuditError, NotEnoughMemoryError
-from rimuru.memory.allocator import PAGE_KINDS, Ids, PageAllocator
+from rimuru.memory.allocator import PAGE_KINDS, PINNED_OWNER, Ids, PageAllocator
 from rimuru.memory.compaction import MovePlan
 from rimuru.memory.specs import PageKind, PoolLayout
 
 if TYPE_CHECKING:
     from rimuru.ops.base import Copier, PoolMemory
 
-BUFFER_OWNER = -2
-"""Owner tag of expert pages that serve as loading buffers."""
+BUFFER_OWNER = PINNED_OWNER
+"""Owner tag of expert pages that serve as loading buffers. They never move: tables may hold their addresses."""
 POISON = 0xFF
 """Byte written over freed pages under RIMURU_POISON=1: NaN as f16, bf16 and f32."""
 
@@ -99,11 +99,6 @@ class PagePool:
                 del self._buffers[i]
                 return
         raise AuditError(f"expert pages {list(map(int, ids[:8]))} are no loading buffer")
-
-    def flip_buffers(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Loading buffers among moved expert pages now lie at the targets."""
-        moved = dict(zip(sources.tolist(), targets.tolist(), strict=True))
-        self._buffers = [np.array([moved.get(i, i) for i in ids.tolist()], np.int32) for ids in self._buffers]
 
     # ---- resizing
     def grow(self, n_bytes: int) -> None:

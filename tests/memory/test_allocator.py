@@ -287,6 +287,10 @@ def test_kv_and_experts_start_at_opposite_ends() -> None:
     expert, kv = allocator.allocate_expert(4), allocator.allocate("kv", 3)
     assert expert is not None and kv is not None
     assert expert.tolist() == [0, 1, 2, 3] and (kv // 8).tolist() == [19, 19, 19]
+    allocator = PageAllocator(pools.hybrid(), 20, 200)
+    expert, ssm = allocator.allocate_expert(4), allocator.allocate("ssm", 4)
+    assert expert is not None and ssm is not None
+    assert expert.tolist() == [0, 1, 2, 3] and (ssm // 3).tolist() == [19, 19, 19, 18]
 
 
 def test_layouts_that_do_not_divide_are_refused() -> None:

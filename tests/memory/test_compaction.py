@@ -79,10 +79,20 @@ def test_cheapest_huge_page_is_emptied() -> None:
     pool.audit()
 
 
-def test_buffers_are_never_cheap() -> None:
-    pool = pools.make_pool(pools.hybrid(), 2)
-    pool.reserve_buffer(3)
+def test_buffers_never_move() -> None:
+    pool = pools.make_pool(pools.hybrid(), 3)
+    buffer = pool.reserve_buffer(3)
+    assert buffer is not None and buffer.max() < 8
+    others = pool.allocate("expert", 17)
+    assert others is not None
+    pool.free("expert", others[others % 8 > 1])
     assert np.isinf(expert_cost_by_huge(pool.allocator, np.ones(1)))[0]
+    before = pool.stats()
+    assert plan_compaction(pool.allocator, "ssm", 9) is None and plan_shrink(pool.allocator, 0) is None
+    assert pool.stats() == before
+    assert make_room(pool, "ssm", 6, {"expert": lambda sources, targets: None})
+    assert (pool.allocator.owners("expert", buffer) == -2).all()
+    pool.audit()
 
 
 def test_sparse_kv_parents_give_expert_pages_back() -> None:

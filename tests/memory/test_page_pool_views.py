@@ -74,19 +74,6 @@ def test_audit_notices_lost_buffers_and_memory() -> None:
         pool.audit()
 
 
-def test_flip_buffers_follows_moved_pages() -> None:
-    pool = pools.make_pool(pools.hybrid(), 2)
-    buffer = pool.reserve_buffer(2)
-    assert buffer is not None
-    targets = pool.allocate("expert", 1, -2)
-    assert targets is not None
-    pool.flip_buffers(buffer[1:], targets)
-    pool.allocator.commit_move("expert", buffer[1:])
-    pool.audit()
-    pool.release_buffer(np.array([buffer[0], targets[0]], np.int32))
-    assert pool.stats()["free_bytes"] == pool.total_bytes
-
-
 def test_table_publishes_each_change_once() -> None:
     table = Table(10, np.int64, 0)
     mirror = np.zeros(10, np.int64)
