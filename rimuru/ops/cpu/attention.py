@@ -9,18 +9,20 @@ sequence) are split at spans over the threads; many are not: the arithmetic is t
 from __future__ import annotations
 
 import numpy as np
-from numba import get_num_threads, njit, prange
+from numba import njit
 
 from rimuru.ops.base import Act, Array, KvLayer, Step
 from rimuru.ops.cpu.attention_tiles import BLOCK, ROWS, fold_block, widen
 from rimuru.ops.cpu.lanes import W, exp, take_number
+from rimuru.ops.cpu.simd_calls import i64_at
+from rimuru.ops.cpu.simd_launch import threads
+from rimuru.ops.cpu.work import FIELDS, NO_FLOATS, Worker, integers, matrix, real, run, vector
 
 SPAN = 1024
 _TILE_ROWS = 64
 _PARALLEL_WORK = 1 << 19
 """Multiplications below which starting threads costs more than it brings."""
 ELEMENTS = {"f32": 0, "f16": 1, "bf16": 2}
-_NO_SINKS = np.empty(0, np.float32)
 
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
@@ -46,6 +48,14 @@ def _gather(geometry, pages, head, values, first, last, padded, target):  # type
 
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
+def _clear(sums, stats):  # type: ignore[no-untyped-def]
+    sums[:] = 0.0
+    stats[:, 0] = -np.inf
+    stats[:, 1] = 0.0
+    stats[:, 2] = 1.0
+
+
+@njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
 def _attend_span(  # type: ignore[no-untyped-def]
     geometry, pages, head, visible, n_rows, key_padded, value_padded, start, stop, buffers, sums, stats, bounds
 ):
@@ -57,17 +67,15 @@ def _attend_span(  # type: ignore[no-untyped-def]
     # The arrays live in the caller: Numba frees an array after its last use, whoever still holds its address.
     queries, keys = buffers[0].ctypes.data, buffers[1].ctypes.data
     values, scores = buffers[2].ctypes.data, buffers[3].ctypes.data
-    sums[:] = 0.0
-    stats[:, 0] = -np.inf
-    stats[:, 1] = 0.0
-    stats[:, 2] = 1.0
+    _clear(sums, stats)
     for block in range(start // BLOCK, (stop + BLOCK - 1) // BLOCK):
         origin = block * BLOCK
         first, last = max(start, origin), min(stop, origin + BLOCK)
         key_place = keys + (first - origin) * key_padded * 4
         _gather(geometry, pages, head, False, first, last, key_padded, key_place)
         if geometry[5] > 0:
-            _gather(geometry, pages, head, True, first, last, value_padded, values + (first - origin) * value_padded * 4)
+            value_place = values + (first - origin) * value_padded * 4
+            _gather(geometry, pages, head, True, first, last, value_padded, value_place)
         else:
             for i in range(last - first):  # MLA: a key begins with its value
                 source = key_place + i * key_padded * 4
@@ -115,84 +123,67 @@ def _finish(q, out, tile, head, n_heads, q_stride, key_dim, width, gated, sinks,
             out[token, target + i] = value
 
 
-@njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
-def _work(  # type: ignore[no-untyped-def]
-    counter, items, q, out, positions, tables, geometry, shape, scale, sinks, gated, split, partial, partial_stats
-):
-    """Take work items until none is left. items int64 [n, 6]: sequence, token rows (2), first query head, span (2).
+@Worker
+def _worker(context, index):  # type: ignore[no-untyped-def]
+    """Take work items until none is left. Split items leave their sums in `partial`, others go over all their spans.
 
-    shape: query heads, query heads of an item, q_stride, window (0 = none), value width. Split items leave their sums in
-    partial [n, rows, value width padded] and partial_stats [n, rows, 4]; others go over all their spans and finish.
+    items int64 [n, 6]: sequence, token rows (2), first query head, spans (2).
     """
-    n_head, n_heads, q_stride, window, width = shape
-    key_dim, kv_heads = geometry[4], geometry[3]
+    c = i64_at(context, FIELDS)
+    item = take_number(context)
+    if item >= c[2]:
+        return
+    items = i64_at(c[1], c[2] * 6).reshape(-1, 6)
+    q, out, positions, tables = matrix(c, 1), matrix(c, 2), integers(c, 3), integers(c, 4)
+    sinks, all_partial, all_stats = vector(c, 5), matrix(c, 6), matrix(c, 7)
+    n_head, n_heads, q_stride, window, width = c[25], c[26], c[27], c[28], c[29]
+    gated, split, n_max = c[30] != 0, c[31] != 0, c[32]
+    geometry = (c[33], c[34], c[35], c[36], c[37], c[38], c[39])
+    scale, key_dim = real(context, 40), c[37]
     key_padded, value_padded = (key_dim + W - 1) // W * W, (width + W - 1) // W * W
-    n_max = partial.shape[1]
-    queries = np.zeros((n_max, key_padded), np.float32)
-    keys = np.zeros((BLOCK, key_padded), np.float32)
-    values = np.zeros((BLOCK, value_padded), np.float32)
-    scores = np.zeros((n_max, BLOCK), np.float32)
-    buffers = (queries, keys, values, scores)
+    buffers = (
+        np.zeros((n_max, key_padded), np.float32), np.zeros((BLOCK, key_padded), np.float32),
+        np.zeros((BLOCK, value_padded), np.float32), np.zeros((n_max, BLOCK), np.float32),
+    )  # fmt: skip
     sums, total = np.empty((n_max, value_padded), np.float32), np.empty((n_max, value_padded), np.float32)
     stats, total_stats = np.empty((n_max, 4), np.float32), np.empty((n_max, 4), np.float32)
     visible, bounds = np.empty((n_max, 2), np.int64), np.empty((n_max, 2), np.int64)
-    while True:
-        item = take_number(counter.ctypes.data)
-        if item >= items.shape[0]:
-            break
-        seq, first_token, last_token, head = items[item, 0], items[item, 1], items[item, 2], items[item, 3]
-        n_rows = (last_token - first_token) * n_heads
+    while item < c[2]:
+        tile, head = (items[item, 1], items[item, 2]), items[item, 3]
+        n_rows = (tile[1] - tile[0]) * n_heads
         for row in range(n_rows):
-            token = first_token + row // n_heads
-            start = (head + row % n_heads) * q_stride
+            token, start = tile[0] + row // n_heads, (head + row % n_heads) * q_stride
             for i in range(key_dim):
-                queries[row, i] = q[token, start + i] * scale
-            visible[row, 1] = positions[token] + 1
-            visible[row, 0] = max(0, positions[token] + 1 - window) if window > 0 else 0
-        kv_head = head // (n_head // kv_heads)
-        total[:] = 0.0
-        total_stats[:, 0] = -np.inf
-        total_stats[:, 1] = 0.0
+                buffers[0][row, i] = q[token, start + i] * scale
+            visible[row, 1] = positions[token, 0] + 1
+            visible[row, 0] = max(0, visible[row, 1] - window) if window > 0 else 0
+        _clear(total, total_stats)
         for span in range(items[item, 4], items[item, 5]):
             low, high = max(span * SPAN, visible[0, 0]), min((span + 1) * SPAN, visible[n_rows - 1, 1])
-            into, into_stats = (partial[item], partial_stats[item]) if split else (sums, stats)
             _attend_span(
-                geometry, tables[seq], kv_head, visible, n_rows, key_padded, value_padded, low, high,
-                buffers, into, into_stats, bounds,
+                geometry, tables[items[item, 0]], head // (n_head // geometry[3]), visible, n_rows, key_padded,
+                value_padded, low, high, buffers, sums, stats, bounds,
             )  # fmt: skip
-            if not split:
+            if split:
+                all_partial[item * n_max : (item + 1) * n_max] = sums
+                all_stats[item * n_max : (item + 1) * n_max] = stats
+            else:
                 _merge(n_rows, total, total_stats, sums, stats)
         if not split:
-            tile = (first_token, last_token)
             _finish(q, out, tile, head, n_heads, q_stride, key_dim, width, gated, sinks, total, total_stats)
-
-
-@njit(cache=True, nogil=True, fastmath=False, error_model="numpy", parallel=True)
-def _work_parallel(  # type: ignore[no-untyped-def]
-    n_workers, counter, items, q, out, positions, tables, geometry, shape, scale, sinks, gated, split, partial,
-    partial_stats,
-):  # fmt: skip
-    for _ in prange(n_workers):
-        _work(
-            counter, items, q, out, positions, tables, geometry, shape, scale, sinks, gated, split, partial,
-            partial_stats,
-        )  # fmt: skip
+        item = take_number(context)
 
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
-def _join(items, q, out, shape, key_dim, sinks, gated, partial, partial_stats):  # type: ignore[no-untyped-def]
-    """Merge the spans of split items, which lie behind each other, and finish."""
-    _, n_heads, q_stride, _, width = shape
-    total, total_stats = np.empty_like(partial[0]), np.empty_like(partial_stats[0])
+def _join(items, q, out, n_heads, q_stride, key_dim, width, gated, sinks, partial, stats):  # type: ignore[no-untyped-def]
+    """Merge the spans of split items, which lie behind each other, and finish. partial [items, rows, padded width]."""
+    total, total_stats = np.empty_like(partial[0]), np.empty_like(stats[0])
     item = 0
     while item < items.shape[0]:
-        total[:] = 0.0
-        total_stats[:, 0] = -np.inf
-        total_stats[:, 1] = 0.0
+        _clear(total, total_stats)
         tile, head = (items[item, 1], items[item, 2]), items[item, 3]
-        n_rows = (tile[1] - tile[0]) * n_heads
         while item < items.shape[0] and items[item, 1] == tile[0] and items[item, 3] == head:
-            _merge(n_rows, total, total_stats, partial[item], partial_stats[item])
+            _merge((tile[1] - tile[0]) * n_heads, total, total_stats, partial[item], stats[item])
             item += 1
         _finish(q, out, tile, head, n_heads, q_stride, key_dim, width, gated, sinks, total, total_stats)
 
@@ -234,33 +225,38 @@ def attention(
     width = out.f32.shape[1] // n_head
     n_heads = _heads_of_item(n_head // group.n_head_kv)
     tile_tokens = max(1, _TILE_ROWS // n_heads)
-    threads = get_num_threads()
     bound = window or 0
-    scope = (step.query_start, step.positions, n_head, n_heads, tile_tokens, bound)
     longest = int(step.context_len.max())
-    work = n_tokens * n_head * min(longest, bound or longest) * (group.key_dim + width)
-    parallel = threads > 1 and work > _PARALLEL_WORK
-    split = False
-    if parallel and min(longest, bound or longest) > SPAN:
-        split = _list_items(*scope, False, np.empty((0, 6), np.int64)) < 2 * threads
-    items = np.empty((_list_items(*scope, split, np.empty((0, 6), np.int64)), 6), np.int64)
+    seen = min(longest, bound or longest)
+    parallel = n_tokens * n_head * seen * (group.key_dim + width) > _PARALLEL_WORK
+    scope = (step.query_start, step.positions, n_head, n_heads, tile_tokens, bound)
+    none = np.empty((0, 6), np.int64)
+    split = parallel and seen > SPAN and _list_items(*scope, False, none) < 2 * threads()
+    items = np.empty((_list_items(*scope, split, none), 6), np.int64)
     _list_items(*scope, split, items)
     n_rows = -(-min(tile_tokens, n_tokens) * n_heads // ROWS) * ROWS
-    partial = np.empty((len(items) if split else 1, n_rows, -(-width // W) * W), np.float32)
-    partial_stats = np.empty((partial.shape[0], n_rows, 4), np.float32)
-    base = kv.pool_base + kv.layer_offset_bytes
-    arguments = (
-        np.zeros(1, np.int64), items, q, out.f32, step.positions, step.kv_pages[kv.group_index],
-        (base, kv.page_bytes, group.page_tokens, group.n_head_kv, group.key_dim, group.value_dim, ELEMENTS[group.element]),
-        (n_head, n_heads, q_stride, bound, width),
-        np.float32(scale), _NO_SINKS if sinks is None else sinks, gated, split, partial, partial_stats,
+    partial = np.empty((len(items) if split else 0, n_rows, -(-width // W) * W), np.float32)
+    stats = np.empty((len(partial), n_rows, 4), np.float32)
+    sinks = NO_FLOATS.reshape(-1) if sinks is None else sinks
+    run(
+        _worker,
+        (
+            items, q, out.f32, step.positions, step.kv_pages[kv.group_index], sinks,
+            partial.reshape(-1, partial.shape[2]), stats.reshape(-1, 4),
+        ),
+        (n_head, n_heads, q_stride, bound, width, gated, split, n_rows, *geometry(kv), float(scale)),
+        parallel,
     )  # fmt: skip
-    if parallel:
-        _work_parallel(min(threads, len(items)), *arguments)
-    else:
-        _work(*arguments)
     if split:
-        _join(items, q, out.f32, arguments[7], group.key_dim, arguments[9], gated, partial, partial_stats)
+        _join(items, q, out.f32, n_heads, q_stride, group.key_dim, width, gated, sinks, partial, stats)
+
+
+def geometry(kv: KvLayer) -> tuple[int, int, int, int, int, int, int]:
+    """Pool base of the layer, page bytes, tokens of a page, KV heads, key and value dim, element code."""
+    group = kv.group
+    base = kv.pool_base + kv.layer_offset_bytes
+    kind = ELEMENTS[group.element]
+    return base, kv.page_bytes, group.page_tokens, group.n_head_kv, group.key_dim, group.value_dim, kind
 
 
 def _heads_of_item(group_heads: int) -> int:

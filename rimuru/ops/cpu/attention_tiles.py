@@ -14,7 +14,7 @@ from typing import Any
 import llvmlite.ir as ir
 from numba import njit
 
-from rimuru.ops.cpu.lanes import F32, I64, VECTOR, VOID, Lanes, W, emits
+from rimuru.ops.cpu.lanes import I64, VECTOR, VOID, Lanes, W, emits
 
 BLOCK = 64
 """Keys of a block."""
@@ -236,7 +236,8 @@ def fold_block(
     n_padded = (n_rows + ROWS - 1) // ROWS * ROWS
     for row in range(0, n_padded, ROWS):
         for key in range(first // _KEYS * _KEYS, last, _KEYS):
-            _score_rows(queries + row * key_dim * 4, keys + key * key_dim * 4, scores + (row * BLOCK + key) * 4, key_dim)
+            place = scores + (row * BLOCK + key) * 4
+            _score_rows(queries + row * key_dim * 4, keys + key * key_dim * 4, place, key_dim)
     for row in range(n_rows):
         if row_bounds[row, 0] < row_bounds[row, 1]:
             _soften_row(scores + row * BLOCK * 4, row_bounds[row, 0], row_bounds[row, 1], stats + row * _STAT * 4)
@@ -244,9 +245,7 @@ def fold_block(
             _hide_row(scores + row * BLOCK * 4, stats + row * _STAT * 4)
     for row in range(0, n_padded, ROWS):
         place = sums + row * value_dim * 4
-        _add_values(
-            scores + row * BLOCK * 4, values, place, stats + row * _STAT * 4, first, last, value_dim
-        )
+        _add_values(scores + row * BLOCK * 4, values, place, stats + row * _STAT * 4, first, last, value_dim)
 
 
 @emits(VOID, I64, I64)

@@ -18,7 +18,6 @@ import llvmlite.binding
 import llvmlite.ir as ir
 from numba import types
 from numba.core import cgutils
-from numba.core.config import DISABLE_JIT
 from numba.extending import intrinsic
 
 W = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
@@ -35,9 +34,6 @@ def emits(returns: Any, *argument_types: Any) -> Callable[[Callable[..., Any]], 
     """Make a Numba intrinsic of a function that is given a Lanes and LLVM values and returns an LLVM value or None."""
 
     def wrap(emit: Callable[..., Any]) -> Any:
-        if DISABLE_JIT:
-            return emit  # never called: without a compiler the backend uses the reference verbs
-
         def typing(_context: Any, *_arguments: Any) -> Any:
             def generate(context: Any, builder: Any, _signature: Any, values: Sequence[Any]) -> Any:
                 result = emit(Lanes(builder), *values)
@@ -238,6 +234,20 @@ def dot(lanes: Lanes, x: Any, y: Any, n: Any) -> Any:
         return lambda at, part: lanes.fma(lanes.load(x, at, kind), lanes.load(y, at, kind), part)
 
     return _row_sum(lanes, n, term(VECTOR), term(_FLOAT))
+
+
+@emits(F32, I64, I64)
+def largest(lanes: Lanes, x: Any, n: Any) -> Any:
+    """The largest of n floats at an address; -inf for none, NaN only where all are."""
+    b = lanes.b
+    best = lanes.variable(lanes.const(float("-inf"), VECTOR))
+    n_vectors = b.sdiv(n, lanes.index(W))
+    with lanes.loop(n_vectors) as i:
+        lanes.put(lanes.call("maxnum", lanes.get(best), lanes.load(x, b.mul(i, lanes.index(W)))), best)
+    result = lanes.variable(lanes.call("vector.reduce.fmax", lanes.get(best), returns=_FLOAT))
+    with lanes.loop(n, b.mul(n_vectors, lanes.index(W))) as i:
+        lanes.put(lanes.call("maxnum", lanes.get(result), lanes.load(x, i, _FLOAT)), result)
+    return lanes.get(result)
 
 
 @emits(I64, I64)

@@ -37,7 +37,8 @@ class ReferenceOps:
         return np.array(array)
 
     def weight(self, raw: np.ndarray, fmt: QuantFormat, n_in: int) -> Weight:
-        return Weight(np.ascontiguousarray(raw).reshape(-1, fmt.row_bytes(n_in)), fmt, raw.size // fmt.row_bytes(n_in), n_in)
+        rows = np.ascontiguousarray(raw).reshape(-1, fmt.row_bytes(n_in))
+        return Weight(rows, fmt, len(rows), n_in)
 
     def act(self, n_tokens: int, width: int) -> Act:
         return Act(self.empty((n_tokens, width), np.float32), None)

@@ -15,7 +15,8 @@ def penalised(logits: np.ndarray, params: SampleParams, row: int) -> np.ndarray:
     penalty = float(params.repetition_penalty[row])
     values[seen] = np.where(values[seen] > 0, values[seen] / penalty, values[seen] * penalty)
     counts = params.output_counts[row]
-    values[params.output_ids[row]] -= params.frequency_penalty[row] * counts + params.presence_penalty[row] * (counts > 0)
+    drop = params.frequency_penalty[row] * counts + params.presence_penalty[row] * (counts > 0)
+    values[params.output_ids[row]] -= drop
     return values
 
 
