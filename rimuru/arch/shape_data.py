@@ -25,7 +25,7 @@ class ModelShape:
         return {f"{self.architecture}.{key}": value for key, value in self.keys.items()}
 
     def optional_tensors(self) -> list[str]:
-        blocks = [index for index in range(self.keys["block_count"]) if self.only(index)]
+        blocks = [index for index in range(self.keys.get("block_count", 0)) if self.only(index)]
         found = [] if self.tied else ["output.weight"]
         for name in self.optional:
             found += [name.replace("*", str(index)) for index in blocks] if "*" in name else [name]

@@ -251,8 +251,8 @@ def delta_net(n: Array, spec: DeltaNetSpec, w: Weights, eps: float, top: Weights
     c = silu(conv(u, w, "ssm_conv1d"))
     q, k, v = np.split(c, np.cumsum([n_key * d, n_key * d]), axis=1)
     q, k, v = (part.reshape(n_tokens, -1, d) for part in (q, k, v))
-    q = q / np.sqrt((q * q).sum(-1, keepdims=True) + eps) / np.sqrt(d)
-    k = k / np.sqrt((k * k).sum(-1, keepdims=True) + eps)
+    q, k = (part / np.sqrt((part * part).sum(-1, keepdims=True) + eps) for part in (q, k))
+    q = q / np.sqrt(d)
     heads = np.arange(n_value) // ratio if spec.head_order == "grouped" else np.arange(n_value) % n_key
     q, k = q[:, heads], k[:, heads]
     beta, g = sigmoid(b), w["ssm_a"].reshape(-1) * softplus(a + w["ssm_dt.bias"])

@@ -1,0 +1,96 @@
+"""What `rimuru inspect` reports, from shapes and from files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rimuru.arch.shapes import shape_gguf, shape_names
+from rimuru.formats.gguf import open_gguf
+from rimuru.inspect import (
+    dense_weight_bytes,
+    format_report,
+    huge_pages_for,
+    inspect_model,
+    request_pages,
+    requests_that_fit,
+)
+from rimuru.memory.planner import plan_layout
+from tools.make_random_gguf import write_random_model
+
+
+@pytest.mark.parametrize("name", shape_names())
+def test_every_shape_is_planned(name: str) -> None:
+    gguf, config = shape_gguf(name)
+    report = inspect_model(gguf, 2, 24 * 10**9)
+    text = json.dumps(report)
+    assert json.loads(text) == report
+    assert report["architecture"] == config.architecture
+    assert report["layout"]["waste_fraction"] < 0.05
+    assert set(report["layout"]["page_bytes"]) == {"huge", "expert", "ssm", "kv", "conv"}
+    assert name in format_report(report)
+
+
+def test_what_fits_grows_with_memory_and_shrinks_with_context() -> None:
+    gguf, _ = shape_gguf("qwen3.5-35b-a3b")
+    small, large = inspect_model(gguf, 2, 8 * 10**9), inspect_model(gguf, 2, 24 * 10**9)
+    assert small["fits"]["total_experts"] == 10240 == large["fits"]["total_experts"]
+    assert 0 < small["fits"]["resident_experts"] < large["fits"]["resident_experts"] <= 10240
+    by_context = list(large["fits"]["requests_by_context"].values())
+    assert by_context == sorted(by_context, reverse=True) and by_context[0] > 10
+    for context, n in small["fits"]["requests_by_context"].items():
+        assert n <= large["fits"]["requests_by_context"][context]
+
+
+def test_residents_fill_the_pool_and_no_more() -> None:
+    gguf, config = shape_gguf("qwen3-30b-a3b")
+    memory = 12 * 10**9
+    report = inspect_model(gguf, 2, memory, scratch_bytes=0)
+    layout = plan_layout(config, gguf, 2)
+    assert layout.expert is not None
+    pool = memory - dense_weight_bytes(config, gguf.tensors)
+    mean_bytes = layout.expert.n_pages * layout.expert.page_bytes / layout.expert.n_experts
+    assert report["fits"]["resident_experts"] == pytest.approx(pool / mean_bytes, abs=1)
+    assert report["bytes"]["dense"] + report["bytes"]["experts"] == report["bytes"]["file"]
+
+
+def test_too_little_memory_is_said() -> None:
+    gguf, _ = shape_gguf("qwen3-30b-a3b")
+    report = inspect_model(gguf, 2, 10**8)
+    assert report["fits"]["resident_experts"] == 0
+    assert any("raise --memory" in note for note in report["notes"])
+
+
+def test_requests_fit_exactly() -> None:
+    """One more request than reported would need more huge pages than there are."""
+    gguf, config = shape_gguf("qwen3.5-35b-a3b")
+    layout = plan_layout(config, gguf, 2)
+    one = request_pages(layout, 4096)
+    assert one["ssm"] == 30 and one["conv"] == 90
+    for n_huge in (1, 5, 40, 400):
+        n = requests_that_fit(layout, n_huge, 4096, expert_pages=100)
+        fits = huge_pages_for(layout, {kind: n * count for kind, count in one.items()} | {"expert": 100})
+        more = huge_pages_for(layout, {kind: (n + 1) * count for kind, count in one.items()} | {"expert": 100})
+        assert (n == 0 or fits <= n_huge) and more > n_huge
+
+
+def test_a_window_bounds_a_request() -> None:
+    gguf, config = shape_gguf("gpt-oss-20b")
+    layout = plan_layout(config, gguf, 2)
+    short, long = request_pages(layout, 8192), request_pages(layout, 16384)
+    assert layout.kv is not None
+    full = [group for group in layout.kv.groups if group.window is None]
+    assert long["kv"] - short["kv"] == pytest.approx(sum(8192 / group.page_tokens for group in full), abs=len(full))
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = write_random_model(tmp_path / "m.gguf", "qwen3moe", "mixed")
+    with open_gguf(path) as gguf:
+        report = inspect_model(gguf, 4, None)
+    assert report["runnable"] is True
+    assert report["fits"] == {
+        "resident_experts": 32, "total_experts": 32, "requests_by_context": {}, "huge_pages": None,
+    }  # fmt: skip
+    assert sum(report["tensor_types"].values()) == report["bytes"]["file"]
