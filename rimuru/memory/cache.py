@@ -39,6 +39,8 @@ class _Open:
     """Tokens whose KV and states are in the cache."""
     n_pending: int = 0
     """Tokens that a step may have written beyond those, not committed yet."""
+    has_states: bool = False
+    """Its states have their pages (or there are no states)."""
     restore: Snapshot | None = None
     """States to start from, copied at the first extend."""
 
@@ -80,7 +82,7 @@ class SequenceCache:
         """Ids to allocate, by kind, for n_tokens tokens after the committed ones (conv: runs)."""
         seq = self._open[seq_id]
         needs: dict[PageKind, int] = {}
-        if self.states and not self.states.has_pages(self._slots[seq_id]):
+        if not seq.has_states:
             needs.update(self.states.needs)
         if self.kv is not None and seq.kv is not None:
             needs["kv"] = self.kv.pages_needed(seq.kv, self._kv_tokens(seq, n_tokens))
@@ -99,7 +101,8 @@ class SequenceCache:
 
     def can_extend(self, seq_id: SeqId, n_tokens: int) -> bool:
         """True where `extend` would succeed; may give up unused prefixes, as `extend` would."""
-        pages = self._reserve(self.pages_needed(seq_id, n_tokens), self._slots[seq_id])
+        needs = self.pages_needed(seq_id, n_tokens)
+        pages = self._reserve(needs, self._slots[seq_id]) if any(needs.values()) else {}
         if pages is None:
             return False
         self._give_back(pages)
@@ -126,7 +129,7 @@ class SequenceCache:
             raise AuditError(f"sequence {seq_id} is open already")
         slot = self._free_slots.pop() if self._free_slots else len(self._open)
         self.states.open(slot)
-        seq = _Open(None if self.kv is None else self.kv.open(slot))
+        seq = _Open(None if self.kv is None else self.kv.open(slot), has_states=not self.states)
         self._open[seq_id] = seq
         self._slots[seq_id] = slot
         if self.kv is not None and self._prefix_cache:
@@ -162,11 +165,16 @@ class SequenceCache:
         Asking again before `commit` asks for the same room, not for more.
         """
         seq, slot = self._open[seq_id], self._slots[seq_id]
-        pages = self._reserve(self.pages_needed(seq_id, n_tokens), slot)
+        needs = self.pages_needed(seq_id, n_tokens)
+        if not any(needs.values()):
+            seq.n_pending = max(seq.n_pending, n_tokens)
+            return True
+        pages = self._reserve(needs, slot)
         if pages is None:
             return False
-        if self.states and not self.states.has_pages(slot):
+        if not seq.has_states:
             self.states.enter(slot, pages)
+            seq.has_states = True
         if self.kv is not None and seq.kv is not None:
             self.kv.extend(seq.kv, self._kv_tokens(seq, n_tokens), pages["kv"])
         if seq.restore is not None:
@@ -183,7 +191,7 @@ class SequenceCache:
     def commit(self, seq_id: SeqId, token_ids: Sequence[int] | np.ndarray) -> None:
         """These tokens have been written. Full units become findable; pages that left a window are given back."""
         seq = self._open[seq_id]
-        ids = [int(token) for token in token_ids]
+        ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
         if self.kv is not None and seq.kv is not None:
             self.kv.commit(seq.kv, ids)
         seq.n_tokens += len(ids)
@@ -216,7 +224,7 @@ class SequenceCache:
         Call between steps, at places where conversations branch.
         """
         seq, slot = self._open[seq_id], self._slots[seq_id]
-        if not self._takes_snapshots or seq.n_pending or not seq.n_tokens or not self.states.has_pages(slot):
+        if not self._takes_snapshots or seq.n_pending or not seq.n_tokens or not seq.has_states:
             return False
         if self._known_snapshot(seq):
             return True
@@ -265,7 +273,7 @@ class SequenceCache:
 
     def _donate(self, seq: _Open, slot: int) -> bool:
         """Turn a finished sequence's states into a snapshot without copying them. True = they are the snapshot's."""
-        if not self._takes_snapshots or not seq.n_tokens or not self.states.has_pages(slot):
+        if not self._takes_snapshots or not seq.n_tokens or not seq.has_states:
             return False
         if self._known_snapshot(seq):
             return False

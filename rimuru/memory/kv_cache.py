@@ -35,6 +35,8 @@ class KvSequence:
     hash: bytes
     """Of the finished units."""
     n_tokens: int = 0
+    n_room: int = 0
+    """Tokens that its pages can hold."""
     unit_tail: list[int] = field(default_factory=list)
     """Token ids after the last finished unit."""
     n_columns: list[int] = field(default_factory=list)
@@ -57,6 +59,8 @@ class KvCache:
         self.n_unit = unit_tokens(layout)
         self.root = root_hash(salt)
         self.unit_columns = [self.n_unit // group.page_tokens for group in layout.groups]
+        self._page_tokens = [group.page_tokens for group in layout.groups]
+        self._windowed = [g for g, group in enumerate(layout.groups) if group.window is not None]
         self.on_evict: Callable[[bytes], None] | None = None
         """Told the hash of a prefix whose pages are forgotten."""
 
@@ -80,18 +84,17 @@ class KvCache:
         found: list[tuple[bytes, bool]] = []
         if not self.prefix_cache:
             return found
-        full = [g for g, group in enumerate(self.layout.groups) if group.window is None]
-        windowed = [g for g, group in enumerate(self.layout.groups) if group.window is not None]
+        full = [g for g in range(len(self.layout.groups)) if g not in self._windowed]
         seen: list[list[bool]] = [[] for _ in self.layout.groups]
         for key in unit_hashes(self.root, token_ids, n_units, self.n_unit):
             blocks = [self.index.get(g, key) for g in range(len(self.layout.groups))]
             if any(blocks[g] is None for g in full) or all(block is None for block in blocks):
                 break
-            for g in windowed:
+            for g in self._windowed:
                 block = blocks[g]
                 seen[g].extend([False] * self.unit_columns[g] if block is None else (block.pages >= 0).tolist())
             n_tokens = (len(found) + 1) * self.n_unit
-            found.append((key, all(all(seen[g][self._first_visible(g, n_tokens) :]) for g in windowed)))
+            found.append((key, all(all(seen[g][self._first_visible(g, n_tokens) :]) for g in self._windowed)))
         return found
 
     def adopt(self, sequence: KvSequence, hashes: list[bytes]) -> None:
@@ -111,7 +114,7 @@ class KvCache:
                 view.ids[sequence.slot, unit * n : (unit + 1) * n] = block.pages
             sequence.n_columns[g] = len(hashes) * n
             sequence.first_column[g] = first_unit * n
-        sequence.n_tokens = n_tokens
+        sequence.n_tokens = sequence.n_room = n_tokens
         sequence.hash = hashes[-1] if hashes else self.root
 
     def _first_visible(self, g: int, n_tokens: int) -> int:
@@ -122,13 +125,15 @@ class KvCache:
     # ---- growing
     def pages_needed(self, sequence: KvSequence, n_tokens: int) -> int:
         """Pages to allocate for n_tokens more tokens than the committed ones."""
+        if sequence.n_tokens + n_tokens <= sequence.n_room:
+            return 0
         return sum(self._columns_needed(sequence, n_tokens))
 
     def _columns_needed(self, sequence: KvSequence, n_tokens: int) -> list[int]:
         total = sequence.n_tokens + n_tokens
         return [
-            max(0, ceil_div(total, group.page_tokens) - columns)
-            for group, columns in zip(self.layout.groups, sequence.n_columns, strict=True)
+            max(0, ceil_div(total, page_tokens) - columns)
+            for page_tokens, columns in zip(self._page_tokens, sequence.n_columns, strict=True)
         ]
 
     def peak_pages(self, n_tokens: int, n_step_tokens: int) -> int:
@@ -152,17 +157,17 @@ class KvCache:
             view.ids[sequence.slot, start : start + n_new] = pages[at : at + n_new]
             sequence.n_columns[g] += n_new
             at += n_new
+        sequence.n_room = min(n * columns for n, columns in zip(self._page_tokens, sequence.n_columns, strict=True))
         if at != pages.size:
             raise AuditError(f"{pages.size} KV pages for {at} columns of a sequence")
 
     def commit(self, sequence: KvSequence, token_ids: list[int]) -> None:
         """Tokens have been written: finished units become findable, pages that left a window are given back."""
-        for group, columns in zip(self.layout.groups, sequence.n_columns, strict=True):
-            if sequence.n_tokens + len(token_ids) > columns * group.page_tokens:
-                raise AuditError(
-                    f"{len(token_ids)} tokens after {sequence.n_tokens} were committed, but the sequence has "
-                    f"{columns} pages of {group.page_tokens} tokens"
-                )
+        if sequence.n_tokens + len(token_ids) > sequence.n_room:
+            raise AuditError(
+                f"{len(token_ids)} tokens after {sequence.n_tokens} were committed, but the sequence has room for "
+                f"{sequence.n_room}"
+            )
         tail = sequence.unit_tail
         tail.extend(token_ids)
         n_done = len(tail) // self.n_unit
@@ -191,8 +196,8 @@ class KvCache:
     def _leave_windows(self, sequence: KvSequence) -> None:
         """Give back own pages, and whole blocks, that no later token sees."""
         gone: list[np.ndarray] = []
-        for g, view in enumerate(self.view.groups):
-            n = self.unit_columns[g]
+        for g in self._windowed:
+            view, n = self.view.groups[g], self.unit_columns[g]
             stop = self._first_visible(g, sequence.n_tokens)
             column = sequence.first_column[g]
             while column < stop:

@@ -59,10 +59,6 @@ class StateCache:
             view.reserve(slot + 1, 1)
             view.clear(slot)
 
-    def has_pages(self, slot: int) -> bool:
-        """True once the slot's states have their pages."""
-        return all(bool(view.ids[slot, 0] >= 0) for view in self.views.values())
-
     def enter(self, slot: int, pages: StatePages) -> None:
         """The slot's states live in these pages from now on."""
         for kind, view in self.views.items():

@@ -528,3 +528,22 @@ CacheMachine.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )  # fmt: skip
 TestCacheAgainstModel = CacheMachine.TestCase
+
+
+def test_every_later_turn_of_a_conversation_computes_only_its_own_tokens() -> None:
+    cache = make(pools.hybrid(), 200)
+    rng = random.Random(3)
+    history = [rng.randrange(1000) for _ in range(800)]
+    prefill(cache, 0, history, step=128)
+    for turn in range(1, 6):
+        answer = [rng.randrange(1000) for _ in range(17)]
+        for token in answer[:-1]:  # the last one is sampled, but never run
+            assert cache.extend(turn - 1, 1)
+            cache.commit(turn - 1, [token])
+        cache.release(turn - 1)
+        known = len(history) + len(answer) - 1
+        history += answer + [rng.randrange(1000) for _ in range(30)]
+        assert prefill(cache, turn, history) == known
+    cache.release(5)
+    assert prefill(cache, "edited", history[:-20] + [1001] * 9, step=50) <= len(history) - 20
+    cache.audit()
