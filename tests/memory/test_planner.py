@@ -16,7 +16,6 @@ from rimuru.base.units import GIB, KIB, MIB, ceil_div, human_bytes
 from rimuru.memory.planner import HUGE_LIMIT_BYTES, MIN_HUGE_PAGES, notes, plan_layout, waste
 from rimuru.memory.specs import KvGroupLayout, PoolLayout
 
-
 QUANTS = ("q4_k_m", "q8_0", "bf16")
 MAX_WASTE = 0.05
 
