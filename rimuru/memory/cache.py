@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -387,6 +388,10 @@ class SequenceCache:
         elif kind in self.states.views:
             self.states.flip(kind, sources, targets)
         self.snapshots.flip(kind, sources, targets)
+
+    def flips(self) -> dict[PageKind, Callable[[np.ndarray, np.ndarray], None]]:
+        """`flip` per kind, as compaction.execute wants it (the expert view brings its own)."""
+        return {kind: partial(self.flip, kind) for kind in ORDER}
 
     def requests(self) -> list[dict[str, Any]]:
         """For reports: id, tokens, pages (ids of all kinds, shared ones included) and pages_by_kind."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from rimuru.base.errors import AuditError
 from rimuru.memory.allocator import KIND_NUMBER, PINNED_OWNER, PageAllocator, parent_kind
 from rimuru.memory.specs import PageKind
 
@@ -186,6 +187,10 @@ def execute(
 
     A failing copy cancels the plan: the tables still name the sources.
     """
+    unknown = {move.kind for move in plan.moves} - set(flip)
+    if unknown:
+        plan.cancel()
+        raise AuditError(f"pages of {', '.join(sorted(unknown))} would move, but nobody flips their tables")
     try:
         for move in plan.moves:
             n_bytes = plan.allocator.unit_bytes(move.kind)

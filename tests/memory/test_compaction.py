@@ -6,6 +6,7 @@ import memory_pools as pools
 import numpy as np
 import pytest
 
+from rimuru.base.errors import AuditError
 from rimuru.memory.compaction import execute, expert_cost_by_huge, make_room, plan_compaction, plan_shrink
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.views import ExpertView
@@ -134,6 +135,20 @@ def test_failed_copy_changes_nothing() -> None:
         pool.audit()
         check_content(pool, view)
         assert pool.stats() == before
+
+
+def test_moves_without_a_flip_are_refused() -> None:
+    pool = pools.make_pool(pools.hybrid(), 3)
+    view = fill_with_experts(pool)
+    for slot, expert in ((0, 0), (0, 3), (0, 5)):
+        ids = view.place_elsewhere(slot, expert, 0)
+        assert ids is not None
+        pool.free("expert", ids)
+    before = pool.stats()
+    with pytest.raises(AuditError, match="nobody flips"):
+        make_room(pool, "ssm", 2, {})
+    assert pool.stats() == before
+    pool.audit()
 
 
 def test_shrink_moves_the_tail_then_unmaps() -> None:

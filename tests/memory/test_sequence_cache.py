@@ -363,11 +363,11 @@ def test_flip_follows_moves_everywhere() -> None:
     assert cache.snapshot("a")
     prefill(cache, "b", list(range(30)))
     allocator = cache.pool.allocator
-    for kind in ("kv", "ssm", "conv"):
+    for kind, flip in cache.flips().items():
         sources = allocator.live_pages(range(12))[kind]
         targets = allocator.allocate(kind, sources.size)
         assert targets is not None
-        cache.flip(kind, sources, targets)
+        flip(sources, targets)
         allocator.commit_move(kind, sources)
         cache.audit()
     assert cache.open("c", list(range(40))).n_cached_tokens == 9
