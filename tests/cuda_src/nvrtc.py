@@ -44,7 +44,7 @@ def available() -> bool:
 
 
 def compile_source(path: str, defines: Defines, architecture: int, root: Path | None = None) -> bytes:
-    """The machine code of a source of cuda_src for sm_<architecture>. AssertionError with the compiler's log if it fails."""
+    """The machine code of a source of cuda_src for sm_<architecture>; AssertionError with the compiler's log."""
     nvrtc = library()
     assert nvrtc is not None
     text = flatten(path, root)

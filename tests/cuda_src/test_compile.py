@@ -16,7 +16,9 @@ from rimuru.ops.cuda.launch import Kernel
 sys.path.insert(0, str(Path(__file__).parent))
 import nvrtc
 
-pytestmark = pytest.mark.skipif(not nvrtc.available(), reason="nvidia-cuda-nvrtc and nvidia-cuda-runtime are not installed")
+pytestmark = pytest.mark.skipif(
+    not nvrtc.available(), reason="nvidia-cuda-nvrtc and nvidia-cuda-runtime are not installed"
+)
 
 APPEND = [
     attention.append_kernel(kind, last, adjacent, element, 128)
@@ -80,5 +82,6 @@ def test_signatures_match(path: str) -> None:
         kinds = []
         for parameter in found[1].split(","):
             words = parameter.replace("__restrict__", " ").split()
-            kinds.append("*" if "*" in parameter else {"int": "i32", "long": "i64", "i64": "i64", "float": "f32"}[words[0]])
+            scalar = {"int": "i32", "long": "i64", "i64": "i64", "float": "f32"}
+            kinds.append("*" if "*" in parameter else scalar[words[0]])
         assert kinds == ["*" if kind.endswith("*") else kind for _, kind in kernel.parameters], kernel.name
