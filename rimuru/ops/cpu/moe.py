@@ -270,14 +270,17 @@ def moe_experts(
     ids int32 [T, k] contiguous; active bool [n_experts]; biases float32 [n_experts, n_rows].
     """
     gate, up, down = (table.layout.projection(name) for name in ("gate", "up", "down"))
-    assert up is not None and down is not None
+    if up is None or down is None:
+        raise ValueError(f"block {table.layout.layer}: experts need an up and a down projection")
+    ids = np.ascontiguousarray(ids, np.int32)
     n_tokens, top_k = ids.shape
     private: _Private = scratch.private
     n_bytes = TILE_TOKENS * 8 + 2 * _BUFFER_FLOATS * 4 + scratch_bytes(max(up.n_in, down.n_in))
     space = workspace()
     fields = [
         0, 0, 0, 0, n_tokens, top_k, table.layout.n_experts, address_of(ids),
-        0 if active is None else address_of(active), address_of(table.addresses), table.addresses.shape[1],
+        0 if active is None else address_of(active), address_of(table.addresses),
+        table.addresses.strides[0] // 8,
         gate is not None, up.n_rows, down.n_rows, address_of(private.hidden), private.hidden.strides[0],
         address_of(scratch.out), address_of(private.groups), address_of(private.group_of),
         address_of(private.pairs), dot.quantizer(),
