@@ -37,7 +37,9 @@ def conv_item(u, weight, bias, silu, first_token, last_token, state, page_bytes,
     channels, n_taps = weight.shape
     sums = np.empty(stop - start, np.float32)
     for t in range(first_token, last_token):
-        sums[:] = bias[start:stop] if bias.size > 0 else np.float32(0.0)
+        sums[:] = np.float32(0.0)
+        if bias.size > 0:
+            sums[:] = bias[start:stop]
         for tap in range(n_taps):
             source = t - first_token + tap - (n_taps - 1)
             if source < 0 and fresh:
