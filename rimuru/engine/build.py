@@ -17,19 +17,23 @@ from rimuru.base.errors import BadInputError, FileFormatError, NotEnoughMemoryEr
 from rimuru.base.units import human_bytes
 from rimuru.config import EngineConfig
 from rimuru.engine.engine import Engine
+from rimuru.engine.resize import resize_pool
 from rimuru.engine.resolve import (
+    MIN_CONTEXT_TOKENS,
     Resolved,
     buffer_experts,
     check_context,
     kv_element,
     longest_request,
+    pool_limit_bytes,
+    request_bytes,
     resolve,
     wanted_pool_bytes,
 )
-from rimuru.engine.room import ExpertRoom
+from rimuru.engine.room import CompactingRoom, ExpertRoom
 from rimuru.engine.runner import Runner
 from rimuru.engine.sampler import Sampler
-from rimuru.engine.scheduler import NoRoom, Scheduler
+from rimuru.engine.scheduler import Scheduler
 from rimuru.experts.source import ExpertSource, GgufExpertSource, open_source
 from rimuru.experts.store import HostExpertStore, even_quotas, spread_experts
 from rimuru.formats.expert_blob import is_blob_folder
@@ -66,12 +70,13 @@ class LoadedModel:
     pool: PagePool
     pool_memory: PoolMemory
     store: HostExpertStore | None
-    room: ExpertRoom | None
+    room: CompactingRoom
     source: ExpertSource | None
     tokenizer: Tokenizer | None
     chat: ChatTemplate | None
     dense_bytes: int
     scratch_bytes: int
+    least_pool_bytes: int
     load_s: float = 0.0
     notes: list[str] = field(default_factory=list)
 
@@ -91,13 +96,7 @@ class LoadedModel:
     def resize(self, memory_bytes: int) -> None:
         """Change the memory budget; the pool takes what dense weights and scratch leave."""
         pool_bytes = memory_bytes - self.dense_bytes - self.scratch_bytes
-        n_huge = pool_bytes // self.layout.huge_bytes
-        if n_huge < 1:
-            raise NotEnoughMemoryError(
-                f"{human_bytes(memory_bytes)} leave nothing for the pool: weights and scratch take "
-                f"{human_bytes(self.dense_bytes + self.scratch_bytes)}"
-            )
-        raise BadInputError("resizing a running engine is not possible in this version; start again with --memory")
+        resize_pool(self.pool, self.room, self.engine.scheduler, pool_bytes, self.least_pool_bytes)
 
     def close(self) -> None:
         if self.store is not None:
@@ -186,12 +185,10 @@ class _Builder:
         self.expected_dense_bytes = dense_bytes
         self._done = 0
         self.store: HostExpertStore | None = None
-        self.room: ExpertRoom | None = None
 
     def build(self) -> LoadedModel:
         resolved, ops = self.resolved, self.ops
-        limit = max(resolved.memory_bytes, 1 << 20)
-        self.memory = ops.reserve_pool(0, limit)
+        self.memory = ops.reserve_pool(0, pool_limit_bytes(resolved.memory_bytes, resolved.memory_is_given))
         try:
             return self._build_in_pool()
         except BaseException:
@@ -216,12 +213,12 @@ class _Builder:
         scratch_bytes = self.workspace.n_bytes + model.logit_bytes
         context_length = self._size_pool(dense_bytes, scratch_bytes)
         cache = SequenceCache(self.pool, layout, prefix_cache=self.config.prefix_cache)
-        room: ExpertRoom | NoRoom = NoRoom()
+        room = CompactingRoom(cache, self.pool, layout)
         if layout.expert is not None:
-            self.room = ExpertRoom(cache, self.pool, layout, self.config.expert_offload_limit)
-            self._build_store(biases)
-            if self.quotas is None:
-                room = self.room
+            elastic = ExpertRoom(cache, self.pool, layout, self.config.expert_offload_limit)
+            self._build_store(biases, elastic)
+            room = elastic if self.quotas is None else room
+            room.store = self.store
             reader_stand_in.store = self.store
         tokenizer = Tokenizer.from_kv(self.gguf.kv, str(self.gguf.path))
         scheduler = Scheduler(cache, room, resolved.max_step_tokens, resolved.max_sequences)
@@ -231,8 +228,9 @@ class _Builder:
             frozenset(tokenizer.eog_ids) if tokenizer is not None else frozenset(), self.config.seed, self.store,
         )  # fmt: skip
         return LoadedModel(
-            self.gguf, self.model_config, layout, resolved, ops, engine, self.pool, self.memory, self.store, self.room,
+            self.gguf, self.model_config, layout, resolved, ops, engine, self.pool, self.memory, self.store, room,
             self.source, tokenizer, None if tokenizer is None else ChatTemplate(tokenizer), dense_bytes, scratch_bytes,
+            self._least_pool_bytes(),
         )  # fmt: skip
 
     def _advance(self, n_bytes: int) -> None:
@@ -270,7 +268,10 @@ class _Builder:
         longest = longest_request(layout, left, self._reserved_pages(), resolved.n_positions)
         context = check_context(self.config.context, longest, resolved.memory_bytes, resolved.n_positions)
         self.memory.resize(n_huge * layout.huge_bytes)
-        self.pool = PagePool(self.memory, layout, resolved.memory_bytes, self.ops.copier())
+        limit = pool_limit_bytes(
+            resolved.memory_bytes if resolved.memory_is_given else 4 * left, resolved.memory_is_given
+        )
+        self.pool = PagePool(self.memory, layout, limit, self.ops.copier())
         return context
 
     def _quotas(self) -> list[int] | None:
@@ -294,19 +295,26 @@ class _Builder:
         )
         return self.n_buffers * layout.max_pages + fixed
 
-    def _build_store(self, biases: list[dict[str, Array]]) -> None:
+    def _least_pool_bytes(self) -> int:
+        """A pool in which nothing but the loading buffers and one short request would still work."""
+        layout = self.layout
+        buffers = 0 if layout.expert is None else self._reserved_pages() * layout.expert.page_bytes
+        short = request_bytes(layout, min(MIN_CONTEXT_TOKENS, self.resolved.n_positions))
+        return buffers + short + layout.huge_bytes * (2 if layout.ssm is not None else 1)
+
+    def _build_store(self, biases: list[dict[str, Array]], room: ExpertRoom) -> None:
         """The expert store, filled: a fixed number of residents, or as many as leave the reserve of free pages."""
         layout = self.layout.expert
-        assert layout is not None and self.room is not None
+        assert layout is not None
         if self.source is None:
             self.source = GgufExpertSource(self.gguf, layout)
         quotas = self.quotas
         view = ExpertView(self.pool)
         self.store = HostExpertStore(
             layout, self.pool, view, self.source, self.ops.copier(), biases, self.n_buffers, quotas,
-            self.room.may_grow, self.config.fill_on_read, min(self.resolved.threads, 8),
+            room.may_grow, self.config.fill_on_read, min(self.resolved.threads, 8),
         )  # fmt: skip
-        self.room.store = self.store
+        room.store = self.store
         total = sum(layer.n_experts * layer.useful_bytes for layer in layout.layers)
         done = 0
 

@@ -171,4 +171,7 @@ def check_context(asked: int | None, longest: int, memory_bytes: int, file_conte
     return asked if asked is not None else longest
 
 
-MIN_POOL_BYTES = 1 * MIB
+def pool_limit_bytes(memory_bytes: int, memory_is_given: bool) -> int:
+    """What the pool may grow to by resizing: twice a budget that was given, within what the machine has."""
+    limit = 2 * memory_bytes if memory_is_given else memory_bytes
+    return max(min(limit, psutil.virtual_memory().total), MIB)

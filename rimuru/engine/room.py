@@ -2,47 +2,98 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
+
 from rimuru.base.units import ceil_div
 from rimuru.experts.store import HostExpertStore
 from rimuru.memory.adjuster import paper_decision
 from rimuru.memory.cache import SequenceCache
+from rimuru.memory.compaction import make_room
 from rimuru.memory.page_pool import PagePool
-from rimuru.memory.specs import PoolLayout
+from rimuru.memory.specs import PageKind, PoolLayout
+
+Flip = Callable[[np.ndarray, np.ndarray], None]
 
 
-class ExpertRoom:
+class CompactingRoom:
+    """Makes room by moving pages only: for pools whose experts are fixed in number, or that hold none."""
+
+    def __init__(self, cache: SequenceCache, pool: PagePool, layout: PoolLayout) -> None:
+        self.cache, self.pool, self.layout = cache, pool, layout
+        self.store: HostExpertStore | None = None
+
+    def make(self, seq_id: int, n_tokens: int) -> bool:
+        """See engine.scheduler.Room."""
+        return self._compact(seq_id, n_tokens)
+
+    def _compact(self, seq_id: int, n_tokens: int) -> bool:
+        """Form the pages that the request needs out of free pieces; True where it can be extended now."""
+        for kind, n_pages in self.cache.pages_needed(seq_id, n_tokens).items():
+            if n_pages:
+                make_room(self.pool, kind, n_pages, self.flips())
+        return self.cache.can_extend(seq_id, n_tokens)
+
+    def flips(self) -> dict[str, Flip]:
+        """What has to learn that pages of a kind were moved."""
+        flips: dict[str, Flip] = {}
+        if self.store is not None:
+            flips["expert"] = self.store.view.flip
+        kinds: tuple[PageKind, ...] = ("kv", "ssm", "conv")
+        for kind in kinds:
+            flips[kind] = self._cache_flip(kind)
+        return flips
+
+    def _cache_flip(self, kind: PageKind) -> Flip:
+        return lambda sources, targets: self.cache.flip(kind, sources, targets)
+
+
+class ExpertRoom(CompactingRoom):
     """Shrinks the coldest experts for a request's pages, and says when free pages may hold one more expert.
 
     `offload_limit`: most experts that may be non-resident; None = all of them.
     """
 
     def __init__(self, cache: SequenceCache, pool: PagePool, layout: PoolLayout, offload_limit: int | None) -> None:
+        super().__init__(cache, pool, layout)
         assert layout.expert is not None
-        self.cache, self.pool, self.layout, self.offload_limit = cache, pool, layout, offload_limit
+        self.offload_limit = offload_limit
         self.pages_per_expert = layout.expert.n_pages / layout.expert.n_experts
-        self.store: HostExpertStore | None = None
         self.n_shrunk = 0
 
     def make(self, seq_id: int, n_tokens: int) -> bool:
-        """See engine.scheduler.Room."""
+        """See engine.scheduler.Room. Shrinks no more experts than the pages that are short; a state's huge page is
+        then gathered by moving what else lies in it."""
         needed = self.pages_short(seq_id, n_tokens)
-        n_shrink, _ = paper_decision(needed, self.pool.allocator.free_pages("expert"), self.pages_per_expert)
-        return needed > 0 and self.shrink(n_shrink) > 0
+        n_shrunk = 0
+        if needed > 0:
+            n_shrink, _ = paper_decision(needed, self.pool.allocator.free_pages("expert"), self.pages_per_expert)
+            n_shrunk = self.shrink(n_shrink)
+        return self._compact(seq_id, n_tokens) or n_shrunk > 0
 
     def pages_short(self, seq_id: int, n_tokens: int) -> int:
         """R_b: expert pages that the request needs beyond what is free; SSM pages count as whole huge pages."""
         assert self.layout.expert is not None
-        page_bytes, short = self.layout.expert.page_bytes, 0
+        page_bytes, wanted = self.layout.expert.page_bytes, 0
         for kind, n_pages in self.cache.pages_needed(seq_id, n_tokens).items():
-            missing = n_pages - self.cache.free_pages(kind)
+            missing = n_pages - self.pool.allocator.free_pages(kind)
             if missing <= 0:
                 continue
-            if kind == "ssm":
-                per_huge = self.layout.huge_bytes // self.layout.page_bytes("ssm")
-                short += ceil_div(missing, per_huge) * (self.layout.huge_bytes // page_bytes)
+            if self._parent(kind) == "ssm":
+                per_huge = self.layout.huge_bytes // self.pool.allocator.unit_bytes(kind)
+                wanted += ceil_div(missing, per_huge) * (self.layout.huge_bytes // page_bytes)
             else:
-                short += ceil_div(missing * self.layout.page_bytes(kind), page_bytes)  # type: ignore[arg-type]
-        return short
+                wanted += ceil_div(missing * self.pool.allocator.unit_bytes(kind), page_bytes)
+        return max(0, wanted - self.pool.allocator.free_pages("expert")) if wanted else 0
+
+    def _parent(self, kind: PageKind) -> str:
+        """The L2 kind that a page of `kind` is, or is carved from."""
+        if kind in ("ssm", "expert"):
+            return kind
+        part = self.layout.kv if kind == "kv" else self.layout.conv
+        assert part is not None
+        return part.parent
 
     def shrink(self, n_experts: int) -> int:
         """Give up to n_experts of the coldest experts; returns how many went."""

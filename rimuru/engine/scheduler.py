@@ -104,9 +104,16 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
+    def preempt_youngest(self) -> bool:
+        """Between steps: the youngest running sequence gives its pages back; False where none runs."""
+        if self.running:
+            self._preempt(self.running[-1], StepPlan(), keep_prefix=False)
+            return True
+        return False
+
+    def _preempt(self, sequence: Sequence, plan: StepPlan, keep_prefix: bool = True) -> None:
         """Back to the head of the queue; its full blocks stay findable until their pages are wanted."""
-        self.cache.release(sequence.seq_id)
+        self.cache.release(sequence.seq_id, keep_prefix)
         self.running.remove(sequence)
         sequence.n_cached = 0
         sequence.state = "waiting"

@@ -1,0 +1,58 @@
+"""Growing and shrinking the pool while requests run (between two steps), as a transaction."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rimuru.base.errors import NotEnoughMemoryError
+from rimuru.base.units import human_bytes
+from rimuru.engine.room import CompactingRoom, ExpertRoom
+from rimuru.engine.scheduler import Scheduler
+from rimuru.memory.compaction import execute, plan_shrink
+from rimuru.memory.page_pool import PagePool
+
+
+def resize_pool(pool: PagePool, room: CompactingRoom, scheduler: Scheduler, pool_bytes: int, least_bytes: int) -> None:
+    """Give the pool pool_bytes. Whoever has to leave a shrinking pool goes in this order: prefixes that nobody uses,
+    the coldest experts, the youngest requests (which are run again later and answer the same).
+
+    Raises NotEnoughMemoryError where the pool would be smaller than least_bytes, or what may not leave does not fit;
+    the pool then works on as it was.
+    """
+    layout = pool.layout
+    if pool_bytes < least_bytes:
+        raise NotEnoughMemoryError(
+            f"the pool needs at least {human_bytes(least_bytes)}, {human_bytes(max(pool_bytes, 0))} would be left for it"
+        )
+    n_huge = pool_bytes // layout.huge_bytes
+    if n_huge > pool.allocator.max_huge:
+        raise NotEnoughMemoryError(
+            f"the pool can grow to {human_bytes(pool.allocator.max_huge * layout.huge_bytes)}; start again with more --memory"
+        )
+    if n_huge >= pool.allocator.n_huge:
+        pool.grow(n_huge * layout.huge_bytes)
+        return
+    plan = plan_shrink(pool.allocator, n_huge)
+    while plan is None:
+        if not _give_up_something(pool, room, scheduler, n_huge):
+            raise NotEnoughMemoryError(
+                f"the pool cannot shrink to {human_bytes(pool_bytes)}: loading buffers or experts that are fixed in number "
+                "lie in what would go"
+            )
+        plan = plan_shrink(pool.allocator, n_huge)
+    assert pool.copier is not None
+    execute(plan, pool, pool.copier, room.flips())
+    pool.finish_shrink(plan, n_huge * layout.huge_bytes)
+
+
+def _give_up_something(pool: PagePool, room: CompactingRoom, scheduler: Scheduler, n_huge: int) -> bool:
+    """Free pages so that the tail's content fits in front; False where nothing may be given up any more."""
+    live_bytes = pool.allocator.live_bytes_by_huge()
+    short_bytes = max(int(live_bytes.sum()) - n_huge * pool.layout.huge_bytes, 1)
+    if room.cache.evict_prefix(1 << 30):
+        return True
+    if isinstance(room, ExpertRoom) and pool.layout.expert is not None:
+        expert_bytes = room.pages_per_expert * pool.layout.expert.page_bytes
+        if room.shrink(int(np.ceil(short_bytes / expert_bytes))):
+            return True
+    return scheduler.preempt_youngest()
