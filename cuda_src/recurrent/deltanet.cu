@@ -4,11 +4,11 @@
 //   S = g S;  e = beta (v - S^T k);  S += k e^T;  o = S^T q        for S [d_k, d_v], stored as [d_v][d_k] per value head
 //
 // With the old state's products p = S k and r = S q of one stored row: o = g r + e (k . q), so a token needs one pass.
-// grid (n_value_heads * DIM / ROWS_A_BLOCK, sequences). Eight lanes share a stored row, each DIM / 8 of its values; a warp has
+// grid (n_value_heads * PARTS, sequences). Eight lanes share a stored row, each DIM / 8 of its values; a warp has
 // 4 * ROWS rows. Tokens go through shared memory in chunks, copied while the chunk before is worked on.
 //
-// -D  DIM (head dim, multiple of 16);  TILED 0: key head h / (Hv / Hk), 1: h % Hk
-// Bytes moved: the state once in and out, q, k and v of the head per DIM / ROWS_A_BLOCK blocks.
+// -D  DIM (head dim, multiple of 8);  TILED 0: key head h / (Hv / Hk), 1: h % Hk
+// Bytes moved: the state once in and out, q and k of the head once a part.
 
 #include "attention/copy.cuh"
 #include "common/math.cuh"
@@ -20,6 +20,7 @@
 #define ROWS 1
 #define EACH (DIM / LANES)  // values of a row in a lane
 #define ROWS_A_BLOCK (THREADS / LANES * ROWS)
+#define PARTS ((DIM + ROWS_A_BLOCK - 1) / ROWS_A_BLOCK)  // blocks that share a head's rows
 #define CHUNK 8
 
 struct Chunk {
@@ -45,7 +46,8 @@ __device__ __forceinline__ void load_row(float (&to)[EACH], const float* from, i
     }
 }
 
-__device__ __forceinline__ void fetch_chunk(Chunk& chunk, const float* qkv, int channels, int n, int q_at, int k_at, int v_at) {
+__device__ __forceinline__ void fetch_chunk(Chunk& chunk, const float* qkv, int channels, int n, int q_at, int k_at, int v_at,
+                                            int n_rows) {
     for (int i = threadIdx.x; i < n * (DIM / 4); i += THREADS) {
         int t = i / (DIM / 4), c = (i % (DIM / 4)) * 4;
         copy16_async(&chunk.q[t][c], (const char*)(qkv + (long long)t * channels + q_at + c));
@@ -53,7 +55,7 @@ __device__ __forceinline__ void fetch_chunk(Chunk& chunk, const float* qkv, int 
     }
     for (int i = threadIdx.x; i < n * (ROWS_A_BLOCK / 4); i += THREADS) {
         int t = i / (ROWS_A_BLOCK / 4), c = (i % (ROWS_A_BLOCK / 4)) * 4;
-        copy16_async(&chunk.v[t][c], (const char*)(qkv + (long long)t * channels + v_at + c));
+        if (c < n_rows) copy16_async(&chunk.v[t][c], (const char*)(qkv + (long long)t * channels + v_at + c));
     }
     commit_copies();
 }
@@ -100,17 +102,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int seq = blockIdx.y, start = query_start[seq], n_tokens = query_start[seq + 1] - start;
     float* page = state_page(pool, page_bytes, pages, columns, seq, column);
     if (!page || n_tokens <= 0) return;
-    int head = blockIdx.x / (DIM / ROWS_A_BLOCK), first_row = blockIdx.x % (DIM / ROWS_A_BLOCK) * ROWS_A_BLOCK;
+    int head = blockIdx.x / PARTS, first_row = blockIdx.x % PARTS * ROWS_A_BLOCK, n_rows = DIM - first_row;
     int key_head = TILED ? head % n_key_heads : head / (n_value_heads / n_key_heads);
     int channels = (2 * n_key_heads + n_value_heads) * DIM;
     int q_at = key_head * DIM, k_at = (n_key_heads + key_head) * DIM;
     int v_at = (2 * n_key_heads + head) * DIM + first_row;
     int lane = threadIdx.x % LANES, local = threadIdx.x / LANES * ROWS;
-    float* state = page + ((long long)head * DIM + first_row + local) * DIM;
+    bool mine = local < n_rows;  // a lane group has all of its ROWS rows or none: DIM is a multiple of ROWS
+    float* state = page + ((long long)head * DIM + first_row + (mine ? local : 0)) * DIM;
     float s[ROWS][EACH];
     bool zero = fresh[seq];
     const float* in = qkv + (long long)start * channels;
-    fetch_chunk(chunks[0], in, channels, min(CHUNK, n_tokens), q_at, k_at, v_at);
+    fetch_chunk(chunks[0], in, channels, min(CHUNK, n_tokens), q_at, k_at, v_at, n_rows);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         if (!zero) load_row(s[r], state + r * DIM, lane);
@@ -122,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         Chunk& chunk = chunks[stage];
         int n = min(CHUNK, n_tokens - done), next = min(CHUNK, n_tokens - done - CHUNK);
         if (next > 0) {
-            fetch_chunk(chunks[stage ^ 1], in + (long long)(done + CHUNK) * channels, channels, next, q_at, k_at, v_at);
+            fetch_chunk(chunks[stage ^ 1], in + (long long)(done + CHUNK) * channels, channels, next, q_at, k_at, v_at, n_rows);
             wait_copies<1>();
         } else {
             wait_copies<0>();
@@ -149,12 +152,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 float e = chunk.beta[t] * (chunk.v[t][local + r] - decay * p);
 #pragma unroll
                 for (int i = 0; i < EACH; i++) s[r][i] = fmaf(k[i], e, decay * s[r][i]);
-                if (lane == 0)
+                if (lane == 0 && mine)
                     out[((token + t) * n_value_heads + head) * DIM + first_row + local + r] = fmaf(e, chunk.kq[t], decay * o);
             }
         }
         __syncthreads();
     }
+    if (!mine) return;
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll

@@ -5,7 +5,7 @@
 // grid (heads * row parts, sequences). LANES lanes share a row p, each STATE / LANES of its values. Tokens go through shared
 // memory in chunks, copied while the chunk before is worked on.
 //
-// -D  STATE (N, multiple of 16), HEAD_DIM (P)
+// -D  STATE (N, multiple of 8), HEAD_DIM (P)
 // Bytes moved: the state once in and out; B, C and x of the head per row part.
 
 #include "attention/copy.cuh"
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int head = blockIdx.x / parts, first_row = blockIdx.x % parts * ROWS_A_BLOCK;
     int inner = n_heads * HEAD_DIM, width = inner + 2 * n_groups * STATE, group = head / (n_heads / n_groups);
     int lane = threadIdx.x % LANES, local = threadIdx.x / LANES, p = first_row + local;
-    bool mine = p < HEAD_DIM;
+    bool mine = p < HEAD_DIM, aligned = (inner | width) % 4 == 0;
     float* state = page + ((long long)head * HEAD_DIM + (mine ? p : 0)) * STATE;
     float s[EACH];
     bool zero = fresh[seq];
@@ -57,8 +57,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const float* in = xbc + (long long)(start + done) * width;
         for (int i = threadIdx.x; i < n * (STATE / 4); i += THREADS) {
             int t = i / (STATE / 4), c = (i % (STATE / 4)) * 4;
-            copy16_async(&chunk.b[t][c], (const char*)(in + (long long)t * width + inner + group * STATE + c));
-            copy16_async(&chunk.c[t][c], (const char*)(in + (long long)t * width + inner + (n_groups + group) * STATE + c));
+            const float* row = in + (long long)t * width + inner + group * STATE + c;
+            copy4_async(&chunk.b[t][c], row, aligned);
+            copy4_async(&chunk.c[t][c], row + n_groups * STATE, aligned);
         }
         for (int i = threadIdx.x; i < n * ROWS_A_BLOCK; i += THREADS) {
             int t = i / ROWS_A_BLOCK, row = i % ROWS_A_BLOCK;

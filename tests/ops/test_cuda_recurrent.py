@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases.common import Case, compare
+from cases.common import Case, address_of, compare, make_batch, normal
 from cases.recurrent import CASES, Tokens, delta_case, mamba1_case, mamba2_case
 
 from rimuru.arch.spec import DeltaNetSpec, Mamba1Spec, Mamba2Spec
+from rimuru.memory.specs import ConvLayout, SsmLayout
+from rimuru.ops.base import StateLayer
 from rimuru.ops.cuda.graphs import pad_decode
 
 pytestmark = pytest.mark.gpu
@@ -35,21 +37,27 @@ def test_case(case: Case, ops: Any) -> None:
     compare(case.run(ops, inputs), case.expected(inputs), max(5e-5, 3 * case.tolerance))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "decode" in case.name], ids=lambda case: case.name)
-def test_padding_rows(case: Case, ops: Any) -> None:
-    """Sequences without pages leave outputs and states of the others as they are."""
-    inputs = case.inputs()
-    want = case.run(ops, inputs)
-    batch = inputs["batch"]
-    n, more = batch.n_seqs, 3
-    padded = {
-        name: np.concatenate([value, np.full((more, *value.shape[1:]), np.nan, value.dtype)])
-        if isinstance(value, np.ndarray) and value.dtype == np.float32 and value.shape[:1] == (n,) and value.ndim == 2
-        else value
-        for name, value in inputs.items()
-    }
-    padded["batch"] = pad_decode(batch, n + more, max(1, batch.kv_pages.shape[2]))
-    got = case.run(ops, padded)
-    for name, value in want.items():
-        rows = got[name][:n] if value.shape[0] == n and got[name].shape[0] == n + more else got[name]
-        assert np.array_equal(rows[: len(value)], value), name
+def test_padding_rows(ops: Any) -> None:
+    """Sequences without pages leave the states of the others as they are, and outputs too."""
+    rng = np.random.default_rng(0)
+    spec = DeltaNetSpec(2, 4, 32, 4, "tiled")
+    state_bytes, row_bytes = 4 * 32 * 32 * 4, spec.conv_channels * 4
+    batch = make_batch(rng, [1, 1], [5, 9], n_recurrent=1, conv_rows=(3,))
+    states, rows = normal(rng, 2, state_bytes // 4), normal(rng, 6, spec.conv_channels)
+    inputs = [normal(rng, 4, spec.conv_channels), normal(rng, 4, 4), normal(rng, 4, 4)]
+    weight, a, bias = normal(rng, spec.conv_channels, 4), -np.exp(normal(rng, 4)), normal(rng, 4)
+    results = []
+    for n_seqs in (2, 4):
+        padded = pad_decode(batch, n_seqs, 16)
+        ssm, conv = ops.upload(states.view(np.uint8)), ops.upload(rows.view(np.uint8))
+        ssm_layer = StateLayer(address_of(ssm), SsmLayout(state_bytes, state_bytes, (0,)), 0, None, 0)
+        conv_layer = StateLayer(address_of(conv), None, 0, ConvLayout(row_bytes, row_bytes, 3, (0,), "ssm"), 0)
+        step = ops.stage(padded)
+        u, beta, alpha = (ops.upload(x[:n_seqs]) for x in inputs)
+        mixed, out = ops.empty(u.shape, np.float32), ops.empty((n_seqs, 128), np.float32)
+        ops.conv_update(u, ops.upload(weight), None, True, step, conv_layer, mixed)
+        device = [ops.upload(x) for x in (a, bias)]
+        ops.delta_net(mixed, beta, alpha, *device, spec, 1e-6, step, ssm_layer, out)
+        results.append((ops.download(out)[:2], ops.download(ssm), ops.download(conv)))
+    assert all(np.array_equal(one, two) for one, two in zip(*results, strict=True))
+    assert np.isfinite(results[0][0]).all() and not np.array_equal(results[0][1], states.view(np.uint8))

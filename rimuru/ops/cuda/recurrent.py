@@ -100,9 +100,9 @@ def delta_net(
     state: StateLayer,
     out: Array,
 ) -> None:
-    rows_a_block = _THREADS // 8
+    parts = ceil_div(spec.head_dim, _THREADS // 8)
     delta_net_kernel(spec.head_dim, spec.head_order)(
-        (spec.n_value_heads * (spec.head_dim // rows_a_block), step.host.n_seqs),
+        (spec.n_value_heads * parts, step.host.n_seqs),
         (_THREADS,),
         (
             qkv, beta, alpha, a, dt_bias, out, *_ssm_arguments(step, state), spec.n_key_heads, spec.n_value_heads, eps,
