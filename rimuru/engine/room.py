@@ -75,17 +75,19 @@ class ExpertRoom(CompactingRoom):
     def pages_short(self, seq_id: int, n_tokens: int) -> int:
         """R_b: expert pages that the request needs beyond what is free; SSM pages count as whole huge pages."""
         assert self.layout.expert is not None
-        page_bytes, wanted = self.layout.expert.page_bytes, 0
+        allocator, page_bytes = self.pool.allocator, self.layout.expert.page_bytes
+        short = 0
         for kind, n_pages in self.cache.pages_needed(seq_id, n_tokens).items():
-            missing = n_pages - self.pool.allocator.free_pages(kind)
+            missing = n_pages - allocator.free_pages(kind)
             if missing <= 0:
                 continue
-            if self._parent(kind) == "ssm":
-                per_huge = self.layout.huge_bytes // self.pool.allocator.unit_bytes(kind)
-                wanted += ceil_div(missing, per_huge) * (self.layout.huge_bytes // page_bytes)
-            else:
-                wanted += ceil_div(missing * self.pool.allocator.unit_bytes(kind), page_bytes)
-        return max(0, wanted - self.pool.allocator.free_pages("expert")) if wanted else 0
+            if self._parent(kind) == "ssm":  # free expert pages can be gathered into whole huge pages
+                per_huge = self.layout.huge_bytes // allocator.unit_bytes(kind)
+                wanted = ceil_div(missing, per_huge) * (self.layout.huge_bytes // page_bytes)
+                short += max(0, wanted - allocator.free_pages("expert"))
+            else:  # free expert pages are counted as free pages of the kind already
+                short += ceil_div(missing * allocator.unit_bytes(kind), page_bytes)
+        return short
 
     def _parent(self, kind: PageKind) -> str:
         """The L2 kind that a page of `kind` is, or is carved from."""

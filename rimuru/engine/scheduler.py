@@ -155,9 +155,10 @@ class Scheduler:
     def _fits_whole(self, sequence: Sequence, n_reused: int) -> bool:
         """Whether pages for all known tokens and the next can be had now, so that a prompt is not begun in vain."""
         wanted = sequence.n_tokens - n_reused + 1
-        if self.cache.can_extend(sequence.seq_id, wanted):
-            return True
-        return self.room.make(sequence.seq_id, wanted) and self.cache.can_extend(sequence.seq_id, wanted)
+        while not self.cache.can_extend(sequence.seq_id, wanted):
+            if not self.room.make(sequence.seq_id, wanted):
+                return False
+        return True
 
     def remove(self, sequence: Sequence, keep_prefix: bool = True) -> None:
         """Take a finished, failed or cancelled sequence out, wherever it is; its pages go back exactly once."""

@@ -1,0 +1,123 @@
+"""A model larger than its memory runs, experts and requests trade pages, and the pool is resized while requests run:
+the answers are those of a run with plenty of memory, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rimuru import LLM, SamplingParams
+from rimuru.base.errors import NotEnoughMemoryError
+from tools.make_random_gguf import write_random_model
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+PROMPTS = [[1 + i, 7, 30 + i, 99, 5, 12 + i, 3] * (1 + i % 4) for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("limits") / "random.gguf"
+    write_random_model(path, arch="qwen3moe", quant="q8_0", seed=3, context_length=512)
+    return path
+
+
+@pytest.fixture(scope="module")
+def answers(model: Path) -> list[list[int]]:
+    with LLM(model, device="cpu") as llm:
+        return [a.token_ids for a in llm.generate(PROMPTS, GREEDY)]
+
+
+def least_memory(model: Path) -> int:
+    """Weights, scratch and a pool of a third of the experts."""
+    with LLM(model, device="cpu", max_step_tokens=64, max_sequences=8) as llm:
+        report = llm.memory()
+        experts = report["views"]["expert"]["bytes"]
+        return report["dense_bytes"] + report["scratch_bytes"] + report["views"]["buffer"]["bytes"] + experts // 3
+
+
+def test_a_model_larger_than_its_memory_answers_the_same(model: Path, answers: list[list[int]]) -> None:
+    memory = least_memory(model)
+    with LLM(model, device="cpu", memory=memory, max_step_tokens=64, max_sequences=8) as llm:
+        report = llm.memory()
+        assert report["total_bytes"] <= memory
+        assert 0 < sum(report["resident_experts"]) < llm.loaded.layout.expert.n_experts
+        assert [a.token_ids for a in llm.generate(PROMPTS, GREEDY)] == answers
+        assert llm.loaded.store is not None and llm.loaded.store.counters.n_read > 0
+        llm.loaded.engine.audit()
+
+
+@pytest.mark.parametrize("resident", [0, 1, 0.25, 1.0])
+def test_any_share_of_resident_experts_answers_the_same(model: Path, answers: list[list[int]], resident: float) -> None:
+    with LLM(model, device="cpu", resident_experts=resident) as llm:
+        n_experts = llm.loaded.layout.expert.n_experts
+        expected = resident if isinstance(resident, int) else round(resident * n_experts)
+        assert sum(llm.memory()["resident_experts"]) == expected
+        assert [a.token_ids for a in llm.generate(PROMPTS, GREEDY)] == answers
+        assert sum(llm.memory()["resident_experts"]) == expected
+        llm.loaded.engine.audit()
+
+
+def test_experts_give_way_to_requests_and_come_back(model: Path, answers: list[list[int]]) -> None:
+    with LLM(model, device="cpu", memory=least_memory(model), max_step_tokens=64, max_sequences=8) as llm:
+        before = sum(llm.memory()["resident_experts"])
+        long = [list(range(1, 200)) for _ in range(6)]
+        llm.generate([[i, *p[1:]] for i, p in enumerate(long)], SamplingParams(max_tokens=40, temperature=0.0))
+        during = llm.loaded.room.n_shrunk
+        assert during > 0, "six long requests must have taken pages from experts"
+        llm.loaded.engine.cache.evict_prefix(1 << 20)
+        assert [a.token_ids for a in llm.generate(PROMPTS, GREEDY)] == answers
+        assert sum(llm.memory()["resident_experts"]) > before - during
+        llm.loaded.engine.audit()
+
+
+def test_resizing_while_requests_run_keeps_the_answers(model: Path, answers: list[list[int]]) -> None:
+    with LLM(model, device="cpu", memory=2 * least_memory(model), max_step_tokens=64, max_sequences=8) as llm:
+        engine = llm.loaded.engine
+        sequences = [engine.add(p, GREEDY) for p in PROMPTS]
+        rng = np.random.default_rng(0)
+        low, high = least_memory(model), 3 * least_memory(model)
+        sizes = []
+        while any(not s.is_finished for s in sequences):
+            engine.step()
+            llm.resize(int(rng.integers(low, high)))
+            engine.audit()
+            sizes.append(llm.memory()["pool_bytes"])
+        assert [s.output_ids for s in sequences] == answers
+        assert min(sizes) < max(sizes)
+
+
+def test_an_impossible_resize_changes_nothing(model: Path, answers: list[list[int]]) -> None:
+    with LLM(model, device="cpu", max_step_tokens=64, max_sequences=8) as llm:
+        before = llm.memory()
+        for size in ("1KiB", "4TiB"):
+            with pytest.raises(NotEnoughMemoryError):
+                llm.resize(size)
+        assert llm.memory() == before
+        assert [a.token_ids for a in llm.generate(PROMPTS, GREEDY)] == answers
+
+
+def test_converted_experts_answer_the_same(model: Path, answers: list[list[int]], tmp_path: Path) -> None:
+    from rimuru.cli import main
+
+    out = tmp_path / "blob.rimuru"
+    assert main(["convert", str(model), "-o", str(out), "--verify"]) == 0
+    for resident in (None, 0):
+        with LLM(out, device="cpu", resident_experts=resident) as llm:
+            assert [a.token_ids for a in llm.generate(PROMPTS, GREEDY)] == answers
+
+
+def test_a_file_without_tokenizer_works_with_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rimuru.base.errors import BadInputError
+    from rimuru.cli import main
+
+    path = tmp_path / "ids.gguf"
+    write_random_model(path, arch="llama", quant="f16", seed=1, tokenizer=False)
+    with LLM(path, device="cpu") as llm:
+        answer = llm.generate([3, 4, 5], GREEDY)[0]
+        assert len(answer.token_ids) == 24 and answer.text == ""
+        with pytest.raises(BadInputError, match="token ids"):
+            llm.generate("text")
+    assert main(["run", str(path), "--token-ids", "3 4 5", "-n", "24", "--temp", "0", "--ignore-eos", "-q"]) == 0
+    assert [int(i) for i in capsys.readouterr().out.split()] == answer.token_ids
