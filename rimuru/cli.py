@@ -67,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND")
     common, output = common_options(), output_options()
     _add_run(commands, [common, output])
+    _add_serve(commands, [common_options(), output_options("info")])
     _add_convert(commands, [output])
     _add_inspect(commands, [common, output])
     _add_perplexity(commands, [common, output])
@@ -74,10 +75,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def output_options() -> argparse.ArgumentParser:
+def output_options(log_level: str = "warning") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary on stderr")
-    parser.add_argument("--log-level", default="warning", choices=LEVELS)
+    parser.add_argument("--log-level", default=log_level, choices=LEVELS)
     return parser
 
 
@@ -130,6 +131,21 @@ def _add_run(commands: argparse._SubParsersAction, parents: list[argparse.Argume
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
     parser.add_argument("--ignore-eos", action="store_true")
     parser.set_defaults(command="run.run")
+
+
+def _add_serve(commands: argparse._SubParsersAction, parents: list[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("serve", parents=parents, help="answer over HTTP, as OpenAI's API does")
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--host", default="127.0.0.1", help="default: this machine only; 0.0.0.0 = the network")
+    parser.add_argument("--port", type=int, default=8080, metavar="N", help="0 = any free port")
+    parser.add_argument("--api-key", action="append", metavar="K", help="clients must send it; may be given again")
+    parser.add_argument("--cors-origin", action="append", metavar="ORIGIN", help="web pages that may use the API")
+    parser.add_argument("--model-name", metavar="NAME", help="what /v1/models says; requests may name any model")
+    parser.add_argument("--max-sequences", type=int, metavar="N", help="answers that run at once at most")
+    parser.add_argument("--max-waiting", type=int, default=512, metavar="N", help="answers that may wait at most")
+    parser.add_argument("--max-body", default="32MiB", metavar="SIZE", help="largest request")
+    parser.add_argument("--request-timeout", type=float, metavar="SECONDS", help="longest time for a request")
+    parser.set_defaults(command="serve.serve")
 
 
 def _add_convert(commands: argparse._SubParsersAction, parents: list[argparse.ArgumentParser]) -> None:

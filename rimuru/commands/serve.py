@@ -1,0 +1,32 @@
+"""rimuru serve: an OpenAI-compatible address for one model."""
+
+from __future__ import annotations
+
+import argparse
+
+from rimuru.base.errors import BadInputError
+from rimuru.base.units import parse_bytes
+from rimuru.commands.common import note, open_llm
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Load the model, then answer until a signal ends it: the first drains, the second stops."""
+    try:
+        from rimuru.server.run import serve as serve_model
+        from rimuru.server.settings import ServerSettings
+    except ImportError as error:
+        raise BadInputError(f"serving needs more packages ({error.name}): pip install 'rimuru[server]'") from None
+    settings = ServerSettings(
+        host=args.host,
+        port=args.port,
+        api_keys=tuple(args.api_key or ()),
+        cors_origins=tuple(args.cors_origin or ()),
+        model_name=args.model_name,
+        max_waiting=args.max_waiting,
+        max_body_bytes=parse_bytes(args.max_body),
+        request_timeout_s=args.request_timeout,
+    )
+    more = {} if args.max_sequences is None else {"max_sequences": args.max_sequences}
+    with open_llm(args, **more) as llm:
+        serve_model(llm.loaded, settings, lambda url: note(f"ready: {url}/v1 (dashboard: {url}/)"))
+    return 0

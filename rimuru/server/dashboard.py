@@ -1,0 +1,186 @@
+"""The dashboard's data: the pool as a picture, the rates, and what changed lately."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rimuru.base.units import human_bytes
+from rimuru.engine.build import LoadedModel
+from rimuru.memory.page_pool import BUFFER_OWNER
+from rimuru.memory.specs import PageKind
+from rimuru.server.loop import EngineLoop
+
+STATIC = Path(__file__).parent / "static"
+MAX_CELLS = 1536
+"""More huge pages than this share cells, side by side."""
+OBSERVE_S = 0.5
+_EXPERT, _BUFFER, _SHARED, _SSM, _CONV, _REQUEST = range(6)
+_CLASS_BITS = 40
+
+
+def memory_report(loaded: LoadedModel) -> dict[str, Any]:
+    """loaded.memory_report() with the prefix cache's share. In the engine's thread."""
+    return {**loaded.memory_report(), "cached_pages": int(loaded.engine.cache.cached_pages)}
+
+
+class ChangeLog:
+    """What the memory policy did lately, seen from outside: `observe` compares with what it saw before."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        self.entries: deque[dict[str, Any]] = deque(maxlen=40)
+        self._seen: dict[str, int] | None = None
+        self._next = 0.0
+
+    def observe(self) -> None:
+        """Note changes since the last call; cheap, and at most every OBSERVE_S. In the engine's thread."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + OBSERVE_S
+        loaded = self.loaded
+        current = {
+            "experts": 0 if loaded.store is None else loaded.store.residency.n_resident,
+            "huge": loaded.pool.allocator.n_huge,
+            "preempted": loaded.engine.scheduler.n_preemptions,
+        }
+        before, self._seen = self._seen, current
+        if before is not None:
+            self._compare(before, current)
+
+    def _compare(self, before: dict[str, int], after: dict[str, int]) -> None:
+        gone = before["experts"] - after["experts"]
+        if gone > 0:
+            self.add(f"{gone} expert(s) gave their pages to requests; {after['experts']} stay resident")
+        elif gone < 0:
+            self.add(f"{-gone} expert(s) became resident; {after['experts']} now")
+        if after["huge"] != before["huge"]:
+            size = human_bytes(after["huge"] * self.loaded.layout.huge_bytes)
+            self.add(f"the pool went from {before['huge']} to {after['huge']} huge pages ({size})")
+        if after["preempted"] > before["preempted"]:
+            self.add(f"{after['preempted'] - before['preempted']} answer(s) gave way to older ones")
+
+    def add(self, text: str) -> None:
+        self.entries.appendleft({"time": time.time(), "text": text})
+
+
+def snapshot(loop: EngineLoop, changes: ChangeLog, name: str) -> dict[str, Any]:
+    """Everything that the page shows. In the engine's thread, between two steps."""
+    loaded, engine, counters = loop.loaded, loop.engine, loop.counters
+    report = memory_report(loaded)
+    changes.observe()
+    return {
+        "model": name,
+        "architecture": loaded.config.architecture,
+        "device": loaded.resolved.device,
+        "context": engine.context_length,
+        "draining": loop.is_draining,
+        "running": len(engine.scheduler.running),
+        "waiting": len(engine.scheduler.waiting),
+        "tokens_per_second": round(loop.tokens_per_second(), 2),
+        "output_tokens": counters.n_output_tokens,
+        "prompt_tokens": counters.n_prompt_tokens,
+        "cached_tokens": counters.n_cached_tokens,
+        "requests": {
+            outcome: getattr(counters, f"n_jobs_{outcome}") for outcome in ("done", "failed", "cancelled", "refused")
+        },
+        "hit_rate": report.get("hit_rate"),
+        "read_bytes": report.get("read_bytes", 0),
+        "memory": report,
+        "pool": pool_picture(loaded),
+        "changes": list(changes.entries),
+    }
+
+
+def pool_picture(loaded: LoadedModel) -> dict[str, Any]:
+    """The pool's cells in address order, each a list of [owner, share of the cell] in address order; the rest is free.
+
+    Owners: `e3` experts of layer 3, `buffer`, `r17` request 17, `prefix` (KV that waits for reuse), `ssm`, `conv`.
+    """
+    allocator, layout = loaded.pool.allocator, loaded.layout
+    n_huge = allocator.n_huge
+    per_cell = max(1, -(-n_huge // MAX_CELLS))
+    n_cells = -(-n_huge // per_cell)
+    cells: list[list[list[Any]]] = [[] for _ in range(n_cells)]
+    cell_bytes = per_cell * layout.huge_bytes
+    starts, classes, n_bytes = _live_pages(loaded)
+    if starts.size:
+        keys = (starts // cell_bytes) << _CLASS_BITS | classes
+        unique, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        totals = np.bincount(inverse.ravel(), weights=n_bytes)
+        for i in np.argsort(starts[first], kind="stable").tolist():
+            cell, code = int(unique[i]) >> _CLASS_BITS, int(unique[i]) & ((1 << _CLASS_BITS) - 1)
+            cells[cell].append([_owner_name(code), round(float(totals[i]) / cell_bytes, 4)])
+    return {"huge_bytes": layout.huge_bytes, "n_huge": n_huge, "huge_per_cell": per_cell, "cells": cells}
+
+
+def _owner_name(code: int) -> str:
+    kind, number = code >> 32, code & 0xFFFFFFFF
+    return (f"e{number}", "buffer", "prefix", "ssm", "conv", f"r{number}")[kind]
+
+
+def _live_pages(loaded: LoadedModel) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of every allocated id: its first byte in the pool, its owner's code (class << 32 | number), its bytes."""
+    allocator = loaded.pool.allocator
+    of_request = _pages_of_requests(loaded)
+    starts, classes, sizes = [], [], []
+    for kind, ids in allocator.live_pages(np.arange(allocator.n_huge)).items():
+        if not ids.size:
+            continue
+        starts.append(ids.astype(np.int64) * loaded.layout.page_bytes(kind))
+        sizes.append(np.full(ids.size, allocator.unit_bytes(kind), np.float64))
+        classes.append(_codes(loaded, kind, ids, of_request))
+    if not starts:
+        return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
+    return np.concatenate(starts), np.concatenate(classes), np.concatenate(sizes)
+
+
+def _codes(
+    loaded: LoadedModel, kind: PageKind, ids: np.ndarray, of_request: dict[PageKind, tuple[np.ndarray, np.ndarray]]
+) -> np.ndarray:
+    if kind == "expert":
+        owners = loaded.pool.allocator.owners(kind, ids).astype(np.int64)
+        codes = np.full(ids.size, _BUFFER << 32, np.int64)
+        if loaded.store is not None:
+            experts = owners >= 0
+            rows = np.asarray(loaded.store.view.rows_before)
+            slots = np.searchsorted(rows, owners[experts], side="right") - 1
+            layers = np.array([layer.layer for layer in loaded.store.layout.layers], np.int64)
+            codes[experts] = _EXPERT << 32 | layers[slots]
+        codes[(owners < 0) & (owners != BUFFER_OWNER)] = _SHARED << 32
+        return codes
+    codes = np.full(ids.size, {"ssm": _SSM, "conv": _CONV}.get(kind, _SHARED) << 32, np.int64)
+    pages, numbers = of_request.get(kind, (np.empty(0, np.int64), np.empty(0, np.int64)))
+    if pages.size:
+        at = np.minimum(np.searchsorted(pages, ids), pages.size - 1)
+        held = pages[at] == ids
+        codes[held] = _REQUEST << 32 | numbers[at[held]]
+    return codes
+
+
+def _pages_of_requests(loaded: LoadedModel) -> dict[PageKind, tuple[np.ndarray, np.ndarray]]:
+    """Per kind: page ids that open sequences use, ascending, and the number of the sequence that uses each."""
+    engine, layout = loaded.engine, loaded.layout
+    seq_ids = [int(request["id"]) for request in engine.cache.requests()]
+    n_groups = 0 if layout.kv is None else len(layout.kv.groups)
+    n_columns = max(1, engine.cache.max_blocks(seq_ids))
+    kv = np.full((n_groups, len(seq_ids), n_columns), -1, np.int32)
+    ssm = np.full((len(seq_ids), 0 if layout.ssm is None else len(layout.ssm.layers)), -1, np.int32)
+    conv = np.full((len(seq_ids), 0 if layout.conv is None else len(layout.conv.layers)), -1, np.int32)
+    if seq_ids:
+        engine.cache.fill_batch(seq_ids, kv, ssm, conv, np.zeros(len(seq_ids), np.bool_))
+    numbers = np.array(seq_ids, np.int64)
+    found: dict[PageKind, tuple[np.ndarray, np.ndarray]] = {}
+    tables: tuple[tuple[PageKind, np.ndarray], ...] = (("kv", kv.transpose(1, 0, 2)), ("ssm", ssm), ("conv", conv))
+    for kind, table in tables:
+        flat = table.reshape(len(seq_ids), -1).ravel().astype(np.int64) if seq_ids else np.empty(0, np.int64)
+        owners = np.repeat(numbers, flat.size // max(1, len(seq_ids)))
+        ids, first = np.unique(flat, return_index=True)
+        real = ids >= 0
+        found[kind] = (ids[real], owners[first[real]])
+    return found

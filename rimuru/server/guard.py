@@ -1,0 +1,90 @@
+"""Around all routes: who may come in, and one line in the log for each request."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rimuru.base.errors import RimuruError
+from rimuru.server.errors import ForbiddenError, UnauthorizedError, error_body, to_json
+from rimuru.server.settings import LOOPBACK, ServerSettings
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset(("/", "/health", "/static/dashboard.css", "/static/dashboard.js"))
+"""Open without an API key: the page holds no data, it asks for them with the key that its user types in."""
+
+
+class Guard:
+    """ASGI middleware. Keys are compared in constant time; a page of a foreign origin is refused unless allowed."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self.app, self.settings = app, settings
+        self._keys = [key.encode() for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started, status = time.monotonic(), 0
+        scope.setdefault("state", {})
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            headers = Headers(scope=scope)
+            refusal = self._refusal(scope["path"], scope["method"], headers)
+            if refusal is not None:
+                await self._refuse(refusal, scope, receive, watched_send)
+            else:
+                await self.app(scope, receive, watched_send)
+        finally:
+            self._log(scope, status, time.monotonic() - started)
+
+    def _log(self, scope: Scope, status: int, duration_s: float) -> None:
+        path = scope["path"].encode("unicode_escape").decode()[:200]
+        level = logging.DEBUG if status == 200 and "note" not in scope["state"] else logging.INFO
+        note = scope["state"].get("note", "")
+        log.log(level, "%s %s %s %.3f s %s", scope["method"], path, status or "aborted", duration_s, note)
+
+    async def _refuse(self, error: RimuruError, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, UnauthorizedError) else None
+        body = to_json(error_body(error))
+        response = Response(body, error.http_status, headers=headers, media_type="application/json")
+        await response(scope, receive, send)
+
+    def _refusal(self, path: str, method: str, headers: Headers) -> RimuruError | None:
+        origin = headers.get("origin")
+        if origin is not None and not self._may_come_from(origin, headers.get("host", "")):
+            return ForbiddenError("web pages of this origin may not use the server; allow them with --cors-origin")
+        if self._keys and path not in OPEN_PATHS and method != "OPTIONS" and not self._has_key(headers):
+            return UnauthorizedError("a valid API key is needed: Authorization: Bearer KEY")
+        return None
+
+    def _may_come_from(self, origin: str, host: str) -> bool:
+        allowed = self.settings.cors_origins
+        if "*" in allowed or origin in allowed:
+            return True
+        if urlsplit(origin).netloc.lower() != host.lower():
+            return False
+        # A name that points at this machine must not let a foreign page in: a local server is called by local names.
+        name = urlsplit(f"//{host}").hostname or ""
+        return not self.settings.is_local or bool(self._keys) or name in LOOPBACK
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, value = headers.get("authorization", "").partition(" ")
+        given = value.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        found = False
+        for key in self._keys:  # every key is compared, so that the time tells nothing
+            found |= hmac.compare_digest(given.encode("utf-8", "replace"), key)
+        return found

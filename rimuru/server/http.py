@@ -1,0 +1,319 @@
+"""The routes. Each reads its body, hands the work to the engine's thread, and writes the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, Response
+from pydantic import BaseModel
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from rimuru import __version__
+from rimuru.base.errors import BadInputError, RimuruError
+from rimuru.base.units import parse_bytes
+from rimuru.server import openai_schema as schema
+from rimuru.server.dashboard import STATIC, ChangeLog, memory_report, snapshot
+from rimuru.server.errors import (
+    BodyTimeoutError,
+    BodyTooLargeError,
+    FieldError,
+    NotFoundError,
+    NotSupportedError,
+    error_body,
+    status_of,
+    to_json,
+)
+from rimuru.server.loop import EngineLoop, Job, Mailbox, call_engine
+from rimuru.server.metrics import Metrics
+from rimuru.server.openapi import body_of, install
+from rimuru.server.prepare import Prepared, Preparer
+from rimuru.server.replies import (
+    AnswerState,
+    ChatWriter,
+    CompletionWriter,
+    LogprobGate,
+    LogprobWriter,
+    ReplyHead,
+    Writer,
+)
+from rimuru.server.settings import ServerSettings
+from rimuru.server.stream import ClientLeftError, Reply, event_stream, while_connected
+
+Model = TypeVar("Model", bound=BaseModel)
+_PAGE_TYPES = {"dashboard.css": "text/css", "dashboard.js": "text/javascript"}
+
+
+class JsonResponse(Response):
+    """JSON as UTF-8; what cannot be encoded (lone surrogates) is replaced."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return to_json(content)
+
+
+class Service:
+    """What the routes share."""
+
+    def __init__(self, loop: EngineLoop, settings: ServerSettings) -> None:
+        self.loop, self.settings = loop, settings
+        self.preparer = Preparer(loop.loaded)
+        self.metrics = Metrics(loop)
+        self.changes = ChangeLog(loop.loaded)
+        self.model_name = settings.model_name or loop.loaded.config.name or loop.loaded.gguf.path.stem
+        self.created = int(time.time())
+
+    async def read(self, request: Request, model: type[Model]) -> Model:
+        """The request's JSON body, checked. The limits on size and time hold before anything is parsed."""
+        limit, body = self.settings.max_body_bytes, bytearray()
+        declared = request.headers.get("content-length", "0")
+        if declared.isdigit() and int(declared) > limit:
+            raise BodyTooLargeError(f"the body has {declared} bytes, the limit is {limit}")
+
+        async def receive() -> None:
+            async for chunk in request.stream():
+                body.extend(chunk)
+                if len(body) > limit:
+                    raise BodyTooLargeError(f"the body has more than {limit} bytes")
+
+        try:
+            await asyncio.wait_for(receive(), self.settings.body_timeout_s)
+        except asyncio.TimeoutError:
+            raise BodyTimeoutError(f"the body did not come within {self.settings.body_timeout_s:g} seconds") from None
+        return await run_in_threadpool(_parse, bytes(body), model)
+
+    async def answer(
+        self, request: Request, body: schema.SamplingFields, prepared: Prepared, prefix: str, writer: Writer
+    ) -> Response:
+        """Run a job and reply as the body asks, streamed or whole."""
+        job = Job(
+            request_id=f"{prefix}-{uuid.uuid4().hex}",
+            prompts=prepared.prompts,
+            params=prepared.params,
+            mailbox=Mailbox(),
+            priority=body.priority or 0,
+            timeout_s=_least(body.timeout, self.settings.request_timeout_s),
+            make_constraint=prepared.make_constraint,
+        )
+        states = [
+            AnswerState(i, prepared.new_parser(), logprob_gate=self._gate(prepared, bool(body.ignore_eos)))
+            for i in range(job.n_answers)
+        ]
+        head = ReplyHead(job.request_id, int(time.time()), body.model or self.model_name)
+        reply = Reply(self.loop, job, states, writer, head, bool(body.stream) and body.wants_usage, self._measure)
+        self.loop.submit(job)
+        if body.stream:
+            return await event_stream(request, reply)
+        try:
+            return JsonResponse(await while_connected(request, reply.whole()))
+        finally:
+            request.state.note = reply.note()
+
+    def _measure(self, first_token_s: float | None, total_s: float) -> None:
+        if first_token_s is not None:
+            self.metrics.first_token.observe(first_token_s)
+            self.metrics.request.observe(total_s)
+
+    def _gate(self, prepared: Prepared, ignore_eos: bool) -> LogprobGate | None:
+        if not prepared.params.want_logprobs:
+            return None
+        eog_ids = frozenset() if ignore_eos else self.loop.engine.eog_ids
+        return LogprobGate(self.loop.loaded.tokenizer, tuple(prepared.params.stop), eog_ids)
+
+    def logprobs(self, wanted: bool) -> LogprobWriter | None:
+        return LogprobWriter(self.loop.loaded.tokenizer) if wanted else None
+
+    def model_body(self) -> dict[str, Any]:
+        return {
+            "id": self.model_name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "rimuru",
+            "max_model_len": self.preparer.context_length,
+            "meta": {
+                "architecture": self.loop.loaded.config.architecture,
+                "n_vocab": self.loop.engine.n_vocab,
+                "context_length": self.preparer.context_length,
+            },
+        }
+
+    async def engine(self, function: Callable[[], Any]) -> Any:
+        return await call_engine(self.loop, function)
+
+
+def _parse(data: bytes, model: type[Model]) -> Model:
+    try:
+        value = json.loads(data, parse_constant=_no_constant)
+    except RecursionError:
+        raise BadInputError("the body is nested too deeply") from None
+    except ValueError as error:
+        raise BadInputError(f"the body is no JSON: {str(error)[:200]}") from None
+    return schema.parse_body(model, value)
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _least(*limits: float | None) -> float | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def create_app(loop: EngineLoop, settings: ServerSettings) -> FastAPI:
+    """The application of a loop that has been started."""
+    app = FastAPI(title="Rimuru", version=__version__, docs_url=None, redoc_url=None)
+    service = Service(loop, settings)
+    app.state.service = service
+    loop.after_step = service.changes.observe
+    _add_errors(app)
+    _add_answers(app, service)
+    _add_text(app, service)
+    _add_state(app, service)
+    _add_dashboard(app, service)
+    install(app)
+    return app
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def known(request: Request, error: Exception) -> Response:
+        headers = {"Retry-After": "1"} if status_of(error) in (429, 503) else None
+        return JsonResponse(error_body(error), status_code=status_of(error), headers=headers)
+
+    async def plain(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        told: RimuruError = NotFoundError(f"there is nothing at {request.url.path}")
+        if error.status_code != 404:
+            told = BadInputError(str(error.detail))
+        body = error_body(told)
+        return JsonResponse(body, status_code=error.status_code, headers=error.headers)
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it; the log does
+
+    app.add_exception_handler(RimuruError, known)
+    app.add_exception_handler(HTTPException, plain)
+    app.add_exception_handler(ClientLeftError, gone)
+    app.add_exception_handler(ClientDisconnect, gone)
+    app.add_exception_handler(Exception, known)
+
+
+def _add_answers(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", openapi_extra=body_of(schema.ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        body = await service.read(request, schema.ChatRequest)
+        prepared = await run_in_threadpool(service.preparer.chat, body)
+        writer = ChatWriter(service.logprobs(bool(body.logprobs)))
+        return await service.answer(request, body, prepared, "chatcmpl", writer)
+
+    @app.post("/v1/completions", openapi_extra=body_of(schema.CompletionRequest))
+    async def completions(request: Request) -> Response:
+        body = await service.read(request, schema.CompletionRequest)
+        prepared = await run_in_threadpool(service.preparer.completion, body)
+        writer = CompletionWriter(service.logprobs(body.logprobs is not None))
+        return await service.answer(request, body, prepared, "cmpl", writer)
+
+    @app.post("/v1/embeddings")
+    async def embeddings() -> Response:
+        raise NotSupportedError("this server generates text; it makes no embeddings")
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JsonResponse({"object": "list", "data": [service.model_body()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != service.model_name:
+            raise NotFoundError(f"the model served here is {service.model_name!r}")
+        return JsonResponse(service.model_body())
+
+
+def _add_text(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", openapi_extra=body_of(schema.TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        body = await service.read(request, schema.TokenizeRequest)
+        return JsonResponse(await run_in_threadpool(_tokenize, service, body))
+
+    @app.post("/detokenize", openapi_extra=body_of(schema.DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        body = await service.read(request, schema.DetokenizeRequest)
+        text = await run_in_threadpool(service.preparer.tokenizer.decode, body.tokens, True)
+        return JsonResponse({"content": text, "text": text, "prompt": text})
+
+    @app.post("/apply-template", openapi_extra=body_of(schema.TemplateRequest))
+    async def apply_template(request: Request) -> Response:
+        body = await service.read(request, schema.TemplateRequest)
+        rendered = await run_in_threadpool(service.preparer.template, body)
+        return JsonResponse({"prompt": rendered.text})
+
+
+def _tokenize(service: Service, body: schema.TokenizeRequest) -> dict[str, Any]:
+    tokenizer = service.preparer.tokenizer
+    ids = tokenizer.encode(body.the_text(), body.parse_special, body.add_special and tokenizer.add_bos)
+    reply = {"tokens": ids, "count": len(ids), "max_model_len": service.preparer.context_length}
+    if body.with_pieces:
+        reply["pieces"] = [tokenizer.token_text(i) for i in ids]
+    return reply
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    loop = service.loop
+
+    @app.get("/health")
+    async def health() -> Response:
+        if not loop.is_alive:
+            return JsonResponse({"status": "dead"}, status_code=503)
+        if loop.is_draining:
+            return JsonResponse({"status": "draining"}, status_code=503)
+        return JsonResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        report = await service.engine(lambda: memory_report(loop.loaded))
+        return Response(service.metrics.text(report), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/memory")
+    async def memory() -> Response:
+        return JsonResponse(await service.engine(lambda: memory_report(loop.loaded)))
+
+    @app.post("/v1/memory/resize", openapi_extra=body_of(schema.ResizeRequest))
+    async def resize(request: Request) -> Response:
+        body = await service.read(request, schema.ResizeRequest)
+        n_bytes = parse_bytes(body.memory)
+
+        def apply() -> dict[str, Any]:
+            loop.loaded.resize(n_bytes)
+            return memory_report(loop.loaded)
+
+        return JsonResponse(await service.engine(apply))
+
+
+def _add_dashboard(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/dashboard")
+    async def state() -> Response:
+        return JsonResponse(await service.engine(lambda: snapshot(service.loop, service.changes, service.model_name)))
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(STATIC / "dashboard.html", media_type="text/html", headers=_PAGE_HEADERS)
+
+    @app.get("/static/{name}", include_in_schema=False)
+    async def static(name: str) -> Response:
+        if name not in _PAGE_TYPES:
+            raise FieldError(f"there is no file {name!r}", None)
+        return FileResponse(STATIC / name, media_type=_PAGE_TYPES[name], headers=_PAGE_HEADERS)
+
+
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}

@@ -1,0 +1,170 @@
+"""Requests to jobs: prompts become token ids, options SamplingParams, grammars and parsers. Runs in worker threads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rimuru.base.errors import BadInputError
+from rimuru.engine.build import LoadedModel
+from rimuru.request import SamplingParams, TokenConstraint
+from rimuru.server.answer_parser import END_THINK, THINK, AnswerParser, ReasoningSplitter
+from rimuru.server.errors import FieldError
+from rimuru.server.grammar import GrammarCompiler, ReasoningState, schema_of_response_format
+from rimuru.server.openai_schema import MAX_ANSWERS, ChatRequest, CompletionRequest, SamplingFields, TemplateRequest
+from rimuru.server.tool_calls import ToolCallParser, function_of, tool_format
+from rimuru.text.guard import RenderedChat
+from rimuru.text.tokenizer import Tokenizer
+
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_FIXED_VARIABLES = frozenset(("self", "messages", "tools", "documents", "add_generation_prompt"))
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What a job needs, and how its answers are read."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    make_constraint: Callable[[], TokenConstraint] | None
+    new_parser: Callable[[], AnswerParser]
+
+
+class Preparer:
+    """Stateless but for the grammar tables; may be used by several threads at once."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        self.context_length = loaded.engine.context_length
+        self._grammars: GrammarCompiler | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises BadInputError where the model's file has none."""
+        if self.loaded.tokenizer is None:
+            raise BadInputError("this model's file has no tokenizer: send token ids to /v1/completions instead of text")
+        return self.loaded.tokenizer
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self.tokenizer, self.loaded.engine.n_vocab)
+        return self._grammars
+
+    # ---- completions
+    def completion(self, body: CompletionRequest) -> Prepared:
+        """A raw completion: control tokens in the prompt are recognised, BOS is added as the file says."""
+        body.refuse_unsupported()
+        prompts = [p if isinstance(p, list) else self.tokenizer.encode_prompt(p) for p in body.prompts()]
+        params = body.sampling_params(self.context_length, body.logprobs is not None, body.logprobs or 0)
+        _check_answers(len(prompts) * params.n)
+        make_constraint = self._format_constraint(body, ReasoningState(False, False))
+        return Prepared(prompts, params, make_constraint, lambda: AnswerParser(None, None))
+
+    # ---- chats
+    def chat(self, body: ChatRequest) -> Prepared:
+        """A conversation through the model's chat template."""
+        if body.top_logprobs and not body.logprobs:
+            raise FieldError("top_logprobs needs logprobs to be true", "top_logprobs")
+        tools = checked_tools(body.tools) if body.tools and body.tool_choice != "none" else []
+        rendered = self.render(
+            body.messages, tools, body.documents, True, _variables(body.chat_template_kwargs, body.reasoning_effort)
+        )
+        params = body.sampling_params(self.context_length, bool(body.logprobs), body.top_logprobs or 0)
+        thinking = self._thinking(rendered.text, bool(tools))
+        splits = thinking.possible and body.reasoning_format != "none"
+        fmt = tool_format(self._template_source(bool(tools)))
+        parallel = body.parallel_tool_calls is not False
+        wanted = _wanted_tools(body, tools)
+        if wanted:
+            make_constraint: Callable[[], TokenConstraint] | None
+            make_constraint = self.grammars.tool_call(wanted, fmt, thinking, parallel)
+        else:
+            make_constraint = self._format_constraint(body, thinking)
+
+        def new_parser() -> AnswerParser:
+            return AnswerParser(
+                ReasoningSplitter(thinking.begun) if splits else None,
+                ToolCallParser(fmt, tools, parallel) if tools else None,
+            )
+
+        return Prepared([self.tokenizer.encode_chat(rendered)], params, make_constraint, new_parser)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: dict[str, Any],
+    ) -> RenderedChat:
+        """The conversation as the model reads it."""
+        if self.loaded.chat is None:
+            raise BadInputError("this model's file has no tokenizer: a conversation cannot be put into tokens")
+        return self.loaded.chat.render(messages, tools or None, documents, add_generation_prompt, **variables)
+
+    def template(self, body: TemplateRequest) -> RenderedChat:
+        """What /apply-template shows."""
+        variables = _variables(body.chat_template_kwargs, None)
+        return self.render(body.messages, body.tools, body.documents, body.add_generation_prompt, variables)
+
+    def _template_source(self, tools: bool) -> str:
+        return "" if self.loaded.chat is None else self.loaded.chat.source(tools)
+
+    def _thinking(self, prompt_text: str, tools: bool) -> ReasoningState:
+        """From the template and the end of the prompt: `<think>` there has begun the reasoning, `</think>` ended it."""
+        source, end = self._template_source(tools), prompt_text.rstrip()
+        if end.endswith(THINK):
+            return ReasoningState(True, True)
+        return ReasoningState((THINK in source or END_THINK in source) and not end.endswith(END_THINK), False)
+
+    def _format_constraint(
+        self, body: SamplingFields, thinking: ReasoningState
+    ) -> Callable[[], TokenConstraint] | None:
+        schema = schema_of_response_format(body.response_format)
+        return None if schema is None else self.grammars.json_schema(schema, thinking)
+
+
+def checked_tools(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Tools that are functions with usable names. Raises FieldError for others."""
+    for i, tool in enumerate(tools):
+        if tool.get("type", "function") != "function":
+            raise FieldError(f"tools[{i}].type must be 'function'", "tools")
+        name = function_of(tool).get("name")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise FieldError(f"tools[{i}].function.name must be a name of letters, digits, '_', '-' or '.'", "tools")
+    return list(tools)
+
+
+def _wanted_tools(body: ChatRequest, tools: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The tools of which one must be called; none where the model is free."""
+    choice = body.tool_choice
+    if choice in (None, "none", "auto"):
+        return []
+    if not tools:
+        raise FieldError("tool_choice asks for a tool, but there are no tools", "tool_choice")
+    if choice == "required":
+        return tools
+    named = choice.get("function", choice) if isinstance(choice, dict) else {}
+    name = named.get("name") if isinstance(named, dict) else None
+    found = [tool for tool in tools if function_of(tool)["name"] == name]
+    if not found:
+        raise FieldError("tool_choice names no tool of this request", "tool_choice")
+    return found
+
+
+def _variables(template_kwargs: dict[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
+    variables = dict(template_kwargs or {})
+    clash = sorted(_FIXED_VARIABLES & variables.keys())
+    if clash:
+        raise FieldError(f"chat_template_kwargs may not set {clash[0]!r}", "chat_template_kwargs")
+    if reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", reasoning_effort)
+    return variables
+
+
+def _check_answers(n_answers: int) -> None:
+    if n_answers > MAX_ANSWERS:
+        raise FieldError(f"one request may ask for at most {MAX_ANSWERS} answers, not {n_answers}", "n")

@@ -1,0 +1,134 @@
+"""One server from start to end: socket, signals, draining."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from rimuru.base.errors import BadInputError, RimuruError
+from rimuru.engine.build import LoadedModel
+from rimuru.server.guard import Guard
+from rimuru.server.http import create_app
+from rimuru.server.loop import EngineLoop
+from rimuru.server.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+
+class _Uvicorn(uvicorn.Server):
+    """First signal: no new requests, those that run are finished. Second: they are ended too."""
+
+    def __init__(self, config: uvicorn.Config, loop: EngineLoop) -> None:
+        super().__init__(config)
+        self._loop = loop
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            log.warning("%s: finishing %d request(s); again to stop now", signal.Signals(sig).name, self._loop.n_jobs)
+            self._loop.drain()
+            self.should_exit = True
+        else:
+            self.force_exit = True
+
+
+class Server:
+    """A bound server. `serve` blocks until a signal, or `stop` from another thread."""
+
+    def __init__(self, loaded: LoadedModel, settings: ServerSettings) -> None:
+        """Binds the address. Raises BadInputError where that fails."""
+        self.settings = settings
+        self.loop = EngineLoop(loaded, settings.max_waiting)
+        self.app = create_app(self.loop, settings)
+        self._socket = bind(settings.host, settings.port)
+        config = uvicorn.Config(
+            guarded(self.app, settings), log_config=None, access_log=False, lifespan="off", server_header=False,
+            timeout_keep_alive=30, h11_max_incomplete_event_size=64 << 10,
+        )  # fmt: skip
+        self._uvicorn = _Uvicorn(config, self.loop)
+
+    @property
+    def url(self) -> str:
+        """The address with the port that was really bound."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def serve(self, ready: Callable[[str], None] | None = None) -> None:
+        """Answer until told to end. `ready(url)` is called once requests are taken."""
+        self.loop.start()
+        try:
+            self._socket.listen(2048)
+            if ready is not None:
+                ready(self.url)
+            self._uvicorn.run(sockets=[self._socket])
+        finally:
+            self.loop.stop()
+            self._socket.close()
+
+    def stop(self, at_once: bool = False) -> None:
+        """What a signal does; from any thread."""
+        self.loop.drain()
+        self._uvicorn.should_exit = True
+        self._uvicorn.force_exit |= at_once
+
+
+class ServerThread:
+    """A server in a thread of this process, for tests and tools: `with ServerThread(loaded, settings) as url`."""
+
+    def __init__(self, loaded: LoadedModel, settings: ServerSettings) -> None:
+        self.server = Server(loaded, settings)
+        self._thread = threading.Thread(target=self.server.serve, name="rimuru-http", daemon=True)
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        return self.server.url
+
+    def __exit__(self, *_: object) -> None:
+        self.server.stop(at_once=True)
+        self._thread.join(30)
+
+
+def guarded(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
+    """The application behind the doors that the settings ask for."""
+    if settings.cors_origins:
+        app = CORSMiddleware(
+            app, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    return Guard(app, settings)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises BadInputError in one line: in use, not allowed, no such address."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadInputError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from None
+
+
+def serve(loaded: LoadedModel, settings: ServerSettings, ready: Callable[[str], None]) -> None:
+    """Serve a loaded model until a signal ends it."""
+    if not settings.is_local and not settings.api_keys:
+        log.warning("the server is open to the network without an API key; set one with --api-key")
+    server = Server(loaded, settings)
+    try:
+        server.serve(ready)
+    except RimuruError:
+        raise
+    except OSError as error:
+        raise BadInputError(f"the server cannot run: {error.strerror or error}") from None

@@ -1,0 +1,42 @@
+"""How a server was asked to serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rimuru.base.errors import BadInputError
+
+LOOPBACK = frozenset(("127.0.0.1", "localhost", "::1"))
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Limits and doors. Times in seconds; None = no limit.
+
+    api_keys: any of them opens the API; none given, it is open. cors_origins: web pages of these origins may use it
+    ("*" = all). model_name: what /v1/models says (requests may name any model).
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    model_name: str | None = None
+    max_waiting: int = 512
+    max_body_bytes: int = 32 << 20
+    body_timeout_s: float = 60.0
+    request_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise BadInputError(f"the port must be from 0 to 65535, got {self.port}")
+        if any(not key or not key.isascii() for key in self.api_keys):
+            raise BadInputError("an API key must be a text of ASCII characters that is not empty")
+        if self.max_waiting < 0 or self.max_body_bytes < 1024:
+            raise BadInputError("the queue may not be negative, and bodies of 1024 bytes must be allowed")
+        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
+            raise BadInputError(f"the request time-out must be above 0 seconds, got {self.request_timeout_s}")
+
+    @property
+    def is_local(self) -> bool:
+        return self.host in LOOPBACK
