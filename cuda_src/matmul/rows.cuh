@@ -16,6 +16,11 @@
 #define STAGE_WORDS (TOKEN_TILE > 2 ? 32 : 64)
 #endif
 
+// Blocks that a multiprocessor must be able to hold: bounds the registers of a thread.
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS 1
+#endif
+
 template <class F, int L, int R, int T>
 __device__ __forceinline__ void integer_dots(const u8* const (&rows)[R], const ActView& x, const int (&tokens)[T],
                                              int n_tokens, int lane, float (&acc)[R][T]) {

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cases.common import Case, Inputs, Outputs, address_of, normal, poisoned
-from cases.matmul import QUANTISED_TOLERANCE, filled_act, random_rows
+from cases.matmul import TOLERANCES, filled_act, random_rows
 from rimuru.arch.spec import MoeSpec
 from rimuru.base.units import ceil_div
 from rimuru.formats.quants import BY_NAME
@@ -15,6 +15,9 @@ from rimuru.memory.specs import ExpertLayerLayout, ProjectionLayout
 from rimuru.ops.base import ExpertTable, Ops
 
 PAGE_ALIGN = 4096
+
+EXPERT_TOLERANCE = 0.15
+"""Of the greatest error of an output: rounding to 8 bits twice, with a product of two rounded sums between."""
 
 
 def expert_layout(
@@ -78,7 +81,6 @@ def experts_case(
     repeated: bool = False,
     x_scale: float = 1.0,
     kind: Any = "edge",
-    tolerance: float = 1.5 * QUANTISED_TOLERANCE,
 ) -> Case:
     """moe_experts, then moe_combine. active: two in three experts only; repeated: an expert twice in a token's row."""
     layout = expert_layout(formats, spec.n_experts, n_in, spec.width, page_bytes)
@@ -118,7 +120,7 @@ def experts_case(
         run=run,
         bytes_moved=bytes_moved,
         flops=lambda i: 2 * n_tokens * spec.top_k * n_matrices * n_in * spec.width,
-        tolerance=tolerance,
+        tolerance=0.01 if set(formats.values()) <= TOLERANCES.keys() else EXPERT_TOLERANCE,
         kind=kind,
     )
 
