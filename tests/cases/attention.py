@@ -114,7 +114,9 @@ def attention_case(name: str, shape: AttentionShape, kind: Any = "edge") -> Case
 
 ATTENTION_CASES: tuple[Case, ...] = (
     *[
-        attention_case(f"decode, {tokens} tokens a page, context {context}", AttentionShape([1], [context], page_tokens=tokens))
+        attention_case(
+            f"decode, {tokens} tokens a page, context {context}", AttentionShape([1], [context], page_tokens=tokens)
+        )
         for tokens in (9, 16, 27, 72)
         for context in (1, tokens - 1, tokens, tokens + 1, 3 * tokens + 1)
     ],
@@ -123,13 +125,27 @@ ATTENTION_CASES: tuple[Case, ...] = (
         for n_head, n_kv in ((1, 1), (3, 3), (6, 2), (16, 1), (32, 2))
     ],
     *[
-        attention_case(f"{element} keys of {dim}", AttentionShape([2, 1], [40, 67], key_dim=dim, value_dim=dim, element=element))
-        for element, dim in (("f16", 64), ("bf16", 128), ("f16", 96), ("f32", 256), ("bf16", 24), ("f16", 80), ("f32", 40))
-    ],  # type: ignore[arg-type]
-    attention_case("keys wider than values", AttentionShape([5, 1], [33, 130], key_dim=192, value_dim=128, element="f16")),
+        attention_case(
+            f"{element} keys of {dim}", AttentionShape([2, 1], [40, 67], key_dim=dim, value_dim=dim, element=element)
+        )
+        for element, dim in (
+            ("f16", 64),
+            ("bf16", 128),
+            ("f16", 96),
+            ("f32", 256),
+            ("bf16", 24),
+            ("f16", 80),
+            ("f32", 40),
+        )
+    ],
+    attention_case(
+        "keys wider than values", AttentionShape([5, 1], [33, 130], key_dim=192, value_dim=128, element="f16")
+    ),
     attention_case("values wider than keys", AttentionShape([5], [33], key_dim=24, value_dim=72)),
     attention_case("prefill", AttentionShape([150], [150], element="f16", page_tokens=27)),
-    attention_case("prefill after a context", AttentionShape([70, 1, 30], [200, 64, 31], element="bf16", page_tokens=9)),
+    attention_case(
+        "prefill after a context", AttentionShape([70, 1, 30], [200, 64, 31], element="bf16", page_tokens=9)
+    ),
     *[
         attention_case(f"window {window}", AttentionShape([1, 40], [200, 150], window=window, page_tokens=27))
         for window in (1, 16, 64, 100, 500)
@@ -137,14 +153,25 @@ ATTENTION_CASES: tuple[Case, ...] = (
     attention_case("sinks", AttentionShape([1, 20], [100, 60], sinks=True, element="f16")),
     attention_case("sinks and window", AttentionShape([1, 20], [300, 60], sinks=True, window=33)),
     attention_case("gated", AttentionShape([1, 20], [100, 60], gated=True, key_dim=256, value_dim=256, element="f16")),
-    attention_case("latent", AttentionShape([1, 9], [100, 60], n_head=16, n_head_kv=1, key_dim=96, value_dim=0, value_width=64)),
-    attention_case("several spans", AttentionShape([1, 2], [2200, 1025], n_head=4, n_head_kv=1, page_tokens=72, element="f16")),
+    attention_case(
+        "latent", AttentionShape([1, 9], [100, 60], n_head=16, n_head_kv=1, key_dim=96, value_dim=0, value_width=64)
+    ),
+    attention_case(
+        "several spans", AttentionShape([1, 2], [2200, 1025], n_head=4, n_head_kv=1, page_tokens=72, element="f16")
+    ),
     attention_case("several spans, window", AttentionShape([1], [2200], window=1500, sinks=True, page_tokens=72)),
-)  # fmt: skip
+)
 
 BENCH_SHAPES: dict[str, AttentionShape] = {
     f"decode {n_seqs} x {context} {element}": AttentionShape(
-        [1] * n_seqs, [context] * n_seqs, 32, 4, 128, 128, 64, element  # type: ignore[arg-type]
+        [1] * n_seqs,
+        [context] * n_seqs,
+        32,
+        4,
+        128,
+        128,
+        64,
+        element,  # type: ignore[arg-type]
     )
     for element in ("f32", "f16")
     for n_seqs, context in ((1, 1024), (1, 4096), (8, 1024))
@@ -265,15 +292,30 @@ QKV_CASES: tuple[Case, ...] = (
     *[
         qkv_case(
             f"{kind} norm {'after' if after else 'before'} {'adjacent' if adjacent else 'half'} rope {element}",
-            QkvShape([3, 1, 12], [20, 10, 12], norm_kind=kind, norm_after_rope=after, n_rot=64, adjacent=adjacent, element=element),
+            QkvShape(
+                [3, 1, 12],
+                [20, 10, 12],
+                norm_kind=kind,
+                norm_after_rope=after,
+                n_rot=64,
+                adjacent=adjacent,
+                element=element,
+            ),
         )
         for kind, after, adjacent, element in (
-            ("head", False, False, "f32"), ("head", False, True, "f16"), ("head", True, False, "bf16"),
-            ("vector", False, False, "f16"), ("vector", True, True, "f32"), ("none", False, True, "bf16"),
+            ("head", False, False, "f32"),
+            ("head", False, True, "f16"),
+            ("head", True, False, "bf16"),
+            ("vector", False, False, "f16"),
+            ("vector", True, True, "f32"),
+            ("none", False, True, "bf16"),
         )
-    ],  # type: ignore[arg-type]
-    qkv_case("partial rope, gate", QkvShape([5, 1], [30, 28], key_dim=256, value_dim=256, n_rot=64, norm_kind="head", gate=256, element="f16")),
+    ],
+    qkv_case(
+        "partial rope, gate",
+        QkvShape([5, 1], [30, 28], key_dim=256, value_dim=256, n_rot=64, norm_kind="head", gate=256, element="f16"),
+    ),
     qkv_case("wider values", QkvShape([5], [30], key_dim=24, value_dim=40, n_rot=8, page_tokens=27)),
     qkv_case("latent keys", QkvShape([5], [30], n_head_kv=1, key_dim=96, value_dim=0)),
     qkv_case("many tokens", QkvShape([80, 40], [80, 90], 32, 4, 128, 128, 72, "f16", "head", n_rot=128), "model"),
-)  # fmt: skip
+)

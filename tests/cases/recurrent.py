@@ -20,7 +20,7 @@ from cases.common import (
     read_ssm,
     write_conv,
     write_ssm,
-)  # fmt: skip
+)
 from rimuru.arch.spec import DeltaNetSpec, Mamba1Spec, Mamba2Spec
 from rimuru.memory.specs import ConvLayout, SsmLayout
 from rimuru.ops.base import Ops, StateLayer, Step
@@ -87,8 +87,8 @@ def _case(
         return run(ops, {**i, "pool_on_device": ops.upload(i["pool"])})
 
     return Case(
-        name, make, uploaded, lambda _: len(tokens.n_new) * size * 8, lambda _: tokens.n_tokens * size * flops_per_state,
-        2e-5, kind,
+        name, make, uploaded, lambda _: len(tokens.n_new) * size * 8,
+        lambda _: tokens.n_tokens * size * flops_per_state, 2e-5, kind,
     )  # fmt: skip
 
 
@@ -168,7 +168,9 @@ def mamba1_case(name: str, tokens: Tokens, spec: Mamba1Spec, kind: Any = "edge")
     return _case(f"mamba1 {name}", tokens, shape, make, run, kind)
 
 
-def conv_case(name: str, tokens: Tokens, channels: int, n_taps: int, bias: bool, silu: bool, kind: Any = "edge") -> Case:
+def conv_case(
+    name: str, tokens: Tokens, channels: int, n_taps: int, bias: bool, silu: bool, kind: Any = "edge"
+) -> Case:
     rows = n_taps - 1
     layout = ConvLayout(channels * 4 + 64, channels * 4, rows, tuple(range(N_COLUMNS)), "ssm")
 
@@ -206,13 +208,24 @@ CASES: tuple[Case, ...] = (
     ],
     conv_case("decode of 8192 channels", Tokens([1] * 4, [9] * 4), 8192, 4, False, True, "model"),
     *[
-        delta_case(f"{label}, {order}, {n_key}/{n_value} heads of {dim}", tokens, DeltaNetSpec(n_key, n_value, dim, 4, order))
-        for n_key, n_value, dim, order in ((2, 4, 16, "grouped"), (2, 4, 32, "tiled"), (3, 3, 24, "tiled"), (1, 2, 64, "grouped"))
+        delta_case(
+            f"{label}, {order}, {n_key}/{n_value} heads of {dim}", tokens, DeltaNetSpec(n_key, n_value, dim, 4, order)
+        )
+        for n_key, n_value, dim, order in (
+            (2, 4, 16, "grouped"),
+            (2, 4, 32, "tiled"),
+            (3, 3, 24, "tiled"),
+            (1, 2, 64, "grouped"),
+        )
         for label, tokens in (("mixed", MIXED), ("decode", DECODE), ("long", LONG))
     ],
     delta_case("decode, 16/32 heads of 128", DECODE, DeltaNetSpec(16, 32, 128, 4, "tiled"), "model"),
     *[
-        mamba2_case(f"{label}, {heads} heads of {dim}, {groups} groups, state {size}", tokens, Mamba2Spec(heads * dim, size, heads, groups, 4))
+        mamba2_case(
+            f"{label}, {heads} heads of {dim}, {groups} groups, state {size}",
+            tokens,
+            Mamba2Spec(heads * dim, size, heads, groups, 4),
+        )
         for heads, dim, groups, size in ((4, 8, 2, 16), (3, 10, 1, 24), (2, 64, 2, 128))
         for label, tokens in (("mixed", MIXED), ("decode", DECODE), ("long", LONG))
     ],
@@ -223,4 +236,4 @@ CASES: tuple[Case, ...] = (
         for label, tokens in (("mixed", MIXED), ("decode", DECODE), ("long", LONG))
     ],
     mamba1_case("decode of 8192 channels", DECODE, Mamba1Spec(8192, 16, 256, 4), "model"),
-)  # fmt: skip
+)

@@ -123,7 +123,9 @@ def test_vanishing_sum_is_clamped() -> None:
     st.integers(0, 2**32 - 1),
     st.data(),
 )
-def test_route_against_a_plain_oracle(n_experts: int, gating: str, renormalise: bool, seed: int, data: st.DataObject) -> None:
+def test_route_against_a_plain_oracle(
+    n_experts: int, gating: str, renormalise: bool, seed: int, data: st.DataObject
+) -> None:
     top_k = data.draw(st.integers(1, n_experts))
     # Few different values, so that ties are common.
     logits = np.random.default_rng(seed).integers(-6, 7, n_experts) / 2.0

@@ -116,7 +116,9 @@ def test_logits_are_left_as_they_are() -> None:
     st.sampled_from((0.0, 0.05, 0.5, 1.0)),
     st.floats(0.0, 0.99),
 )
-def test_draws_stay_in_the_kept_prefix(n_vocab: int, seed: int, top_k: int, top_p: float, min_p: float, u: float) -> None:
+def test_draws_stay_in_the_kept_prefix(
+    n_vocab: int, seed: int, top_k: int, top_p: float, min_p: float, u: float
+) -> None:
     # Few different values, so that ties are common; not on the filters' own borders.
     logits = np.random.default_rng(seed).integers(-8, 8, n_vocab).astype(np.float32) * np.float32(0.37)
     kept = kept_tokens(logits.astype(np.float64), top_k, top_p, min_p)

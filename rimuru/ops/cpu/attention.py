@@ -14,6 +14,7 @@ from numba import njit
 from rimuru.ops.base import Act, Array, KvLayer, Step
 from rimuru.ops.cpu.attention_tiles import BLOCK, ROWS, fold_block, widen
 from rimuru.ops.cpu.lanes import W, exp, take_number
+from rimuru.ops.cpu.pointwise import copy_row
 from rimuru.ops.cpu.simd_calls import i64_at
 from rimuru.ops.cpu.simd_launch import threads
 from rimuru.ops.cpu.work import FIELDS, NO_FLOATS, Worker, integers, matrix, real, run, vector
@@ -142,9 +143,12 @@ def _worker(context, index):  # type: ignore[no-untyped-def]
     scale, key_dim = real(context, 40), c[37]
     key_padded, value_padded = (key_dim + W - 1) // W * W, (width + W - 1) // W * W
     buffers = (
-        np.zeros((n_max, key_padded), np.float32), np.zeros((BLOCK, key_padded), np.float32),
-        np.zeros((BLOCK, value_padded), np.float32), np.zeros((n_max, BLOCK), np.float32),
+        np.empty((n_max, key_padded), np.float32), np.empty((BLOCK, key_padded), np.float32),
+        np.empty((BLOCK, value_padded), np.float32), np.empty((n_max, BLOCK), np.float32),
     )  # fmt: skip
+    if key_padded != key_dim:  # the padding takes part in the products
+        buffers[0][:] = np.float32(0.0)
+        buffers[1][:] = np.float32(0.0)
     sums, total = np.empty((n_max, value_padded), np.float32), np.empty((n_max, value_padded), np.float32)
     stats, total_stats = np.empty((n_max, 4), np.float32), np.empty((n_max, 4), np.float32)
     visible, bounds = np.empty((n_max, 2), np.int64), np.empty((n_max, 2), np.int64)
@@ -165,8 +169,8 @@ def _worker(context, index):  # type: ignore[no-untyped-def]
                 value_padded, low, high, buffers, sums, stats, bounds,
             )  # fmt: skip
             if split:
-                all_partial[item * n_max : (item + 1) * n_max] = sums
-                all_stats[item * n_max : (item + 1) * n_max] = stats
+                copy_row(all_partial[item * n_max : (item + 1) * n_max].reshape(-1), sums.reshape(-1))
+                copy_row(all_stats[item * n_max : (item + 1) * n_max].reshape(-1), stats.reshape(-1))
             else:
                 _merge(n_rows, total, total_stats, sums, stats)
         if not split:
@@ -190,7 +194,7 @@ def _join(items, q, out, n_heads, q_stride, key_dim, width, gated, sinks, partia
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
 def _list_items(query_start, positions, n_head, n_heads, tile_tokens, window, split, items):  # type: ignore[no-untyped-def]
-    """Fill items (see `_work`); returns their number. With no room in `items` it only counts."""
+    """Fill items (see `_worker`); returns their number."""
     count = 0
     for seq in range(query_start.size - 1):
         for first in range(query_start[seq], query_start[seq + 1], tile_tokens):
@@ -199,8 +203,9 @@ def _list_items(query_start, positions, n_head, n_heads, tile_tokens, window, sp
             high = positions[last - 1] // SPAN + 1
             for head in range(0, n_head, n_heads):
                 for span in range(low, high if split else low + 1):
-                    if count < items.shape[0]:
-                        items[count] = np.array((seq, first, last, head, span, span + 1 if split else high))
+                    item = items[count]
+                    item[0], item[1], item[2], item[3] = seq, first, last, head
+                    item[4], item[5] = span, span + 1 if split else high
                     count += 1
     return count
 
@@ -230,10 +235,14 @@ def attention(
     seen = min(longest, bound or longest)
     parallel = n_tokens * n_head * seen * (group.key_dim + width) > _PARALLEL_WORK
     scope = (step.query_start, step.positions, n_head, n_heads, tile_tokens, bound)
-    none = np.empty((0, 6), np.int64)
-    split = parallel and seen > SPAN and _list_items(*scope, False, none) < 2 * threads()
-    items = np.empty((_list_items(*scope, split, none), 6), np.int64)
-    _list_items(*scope, split, items)
+    most = (n_tokens // tile_tokens + step.context_len.size) * (n_head // n_heads)
+    items = np.empty((most, 6), np.int64)
+    n_items = _list_items(*scope, False, items)
+    split = parallel and seen > SPAN and n_items < 2 * threads()
+    if split:
+        items = np.empty((most * (longest // SPAN + 2), 6), np.int64)
+        n_items = _list_items(*scope, True, items)
+    items = items[:n_items]
     n_rows = -(-min(tile_tokens, n_tokens) * n_heads // ROWS) * ROWS
     partial = np.empty((len(items) if split else 0, n_rows, -(-width // W) * W), np.float32)
     stats = np.empty((len(partial), n_rows, 4), np.float32)

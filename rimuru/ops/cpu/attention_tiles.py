@@ -99,9 +99,7 @@ def _value_chunk(
 
 
 @emits(VOID, I64, I64, I64, I64, I64, I64, I64)
-def _add_values(
-    lanes: Lanes, shares: Any, values: Any, sums: Any, stats: Any, first: Any, last: Any, dim: Any
-) -> None:
+def _add_values(lanes: Lanes, shares: Any, values: Any, sums: Any, stats: Any, first: Any, last: Any, dim: Any) -> None:
     """sums[i] = factor_i * sums[i] + sum over keys first .. last - 1 of shares[i][key] * values[key], for ROWS rows."""
     b = lanes.b
     width = _CHUNKS * W

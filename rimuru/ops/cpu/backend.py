@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rimuru.arch.spec import Activation
-from rimuru.ops.base import Act, Array, KvLayer, Step
+from rimuru.ops.base import Act, Array, KvLayer, Step, Weight
 from rimuru.ops.cpu import attention, embed, matmul, moe, pointwise, qkv, quantize, recurrent, routing, sampling
 from rimuru.ops.cpu.quantize import quantize_act
 from rimuru.ops.cpu.simd_launch import set_threads
@@ -54,6 +54,11 @@ class CpuOps(ReferenceOps):
     def multiply(a: Array, b: Array, out: Act) -> None:
         pointwise.multiply(a, b, out)
         quantize_act(out, a.shape[0])
+
+    @staticmethod
+    def head_linear(x: Array, weight: Weight, n_head: int, heads: Act, out: Act) -> None:
+        matmul.head_linear(x, weight, n_head, heads, out)
+        quantize_act(out, x.shape[0])
 
     @staticmethod
     def attention(

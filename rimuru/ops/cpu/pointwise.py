@@ -29,6 +29,13 @@ def row_of(x, t):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
+def copy_row(target, source):  # type: ignore[no-untyped-def]
+    """target[i] = source[i] for all of source. A slice assignment would compile Numba's shape errors, for seconds."""
+    for i in range(source.size):
+        target[i] = source[i]
+
+
+@njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
 def sigmoid(z):  # type: ignore[no-untyped-def]
     """1 / (1 + exp(-z)) of a float32, without overflow."""
     small = exp(-abs(z))

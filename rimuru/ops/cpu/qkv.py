@@ -21,8 +21,9 @@ _NORMS = {"none": 0, "head": 1, "vector": 2}
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
 def _norm_heads(row, n_heads, stride, dim, weight, kind, eps):  # type: ignore[no-untyped-def]
-    """RMS norm of the first dim elements of each stride of a row, per head or over all heads; in place."""
-    if kind == 0:
+    """RMS norm of a row in place: over the first elements of each stride, as many as the weight has, or over the first
+    dim elements of all strides together."""
+    if kind == 0 or weight.size == 0:
         return
     factor = np.float32(1.0)
     if kind == 2:
@@ -32,20 +33,20 @@ def _norm_heads(row, n_heads, stride, dim, weight, kind, eps):  # type: ignore[n
             total += dot(place, place, dim)
         factor = np.float32(1.0) / np.sqrt(total / np.float32(n_heads * dim) + eps)
     for head in range(n_heads):
-        part = row[head * stride : head * stride + dim]
         scale = weight[head * dim : (head + 1) * dim] if kind == 2 else weight
+        part = row[head * stride : head * stride + scale.size]
         if kind == 1:
-            factor = inverse_rms(part.ctypes.data, dim, eps)
-        for i in range(dim):
+            factor = inverse_rms(part.ctypes.data, scale.size, eps)
+        for i in range(scale.size):
             part[i] = part[i] * factor * scale[i]
 
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
-def _rotate_heads(row, n_heads, stride, angles, adjacent):  # type: ignore[no-untyped-def]
-    """Rotate the first n_rot elements of each stride of a row in place. angles: cosines, then sines."""
+def _rotate_heads(row, n_heads, stride, angles, adjacent, first):  # type: ignore[no-untyped-def]
+    """Rotate n_rot elements of each stride of a row in place, from `first` on. angles: cosines, then sines."""
     half = angles.size // 2
     for head in range(n_heads):
-        part = row[head * stride : head * stride + 2 * half]
+        part = row[head * stride + first : head * stride + first + 2 * half]
         if adjacent:
             for i in range(half):
                 a, b = part[2 * i], part[2 * i + 1]
@@ -59,11 +60,11 @@ def _rotate_heads(row, n_heads, stride, angles, adjacent):  # type: ignore[no-un
 
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
-def _turn(row, n_heads, stride, dim, weight, kind, after, eps, angles, adjacent):  # type: ignore[no-untyped-def]
+def _turn(row, n_heads, stride, dim, weight, kind, after, eps, angles, adjacent, first):  # type: ignore[no-untyped-def]
     if not after:
         _norm_heads(row, n_heads, stride, dim, weight, kind, eps)
     if angles.size > 0:
-        _rotate_heads(row, n_heads, stride, angles, adjacent)
+        _rotate_heads(row, n_heads, stride, angles, adjacent, first)
     if after:
         _norm_heads(row, n_heads, stride, dim, weight, kind, eps)
 
@@ -71,7 +72,7 @@ def _turn(row, n_heads, stride, dim, weight, kind, after, eps, angles, adjacent)
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
 def _prepare_rows(  # type: ignore[no-untyped-def]
     start, stop, q, k, v, q_norm, k_norm, kind, after, eps, rope, adjacent, n_head, q_stride, positions, seqs, tables,
-    pages,
+    pages, first,
 ):  # fmt: skip
     base, page_bytes, page_tokens, n_head_kv, key_dim, value_dim, element = pages
     size = 4 if element == 0 else 2
@@ -79,8 +80,8 @@ def _prepare_rows(  # type: ignore[no-untyped-def]
         queries, keys, values = row_of(q, t), row_of(k, t), row_of(v, t)
         position = positions[t, 0]
         angles = rope[position] if rope.size > 0 else rope.reshape(-1)
-        _turn(queries, n_head, q_stride, key_dim, q_norm, kind, after, eps, angles, adjacent)
-        _turn(keys, n_head_kv, key_dim, key_dim, k_norm, kind, after, eps, angles, adjacent)
+        _turn(queries, n_head, q_stride, key_dim, q_norm, kind, after, eps, angles, adjacent, first)
+        _turn(keys, n_head_kv, key_dim, key_dim, k_norm, kind, after, eps, angles, adjacent, first)
         page = np.int64(tables[seqs[t, 0], position // page_tokens])
         slot = position % page_tokens
         key_place = base + page * page_bytes
@@ -104,7 +105,7 @@ def _worker(context, index):  # type: ignore[no-untyped-def]
     while item * c[35] < q.shape[0]:
         _prepare_rows(
             item * c[35], min(q.shape[0], (item + 1) * c[35]), q, k, v, q_norm, k_norm, c[36], c[37] != 0,
-            real(context, 38), rope, c[39] != 0, c[40], c[41], positions, seqs, tables, pages,
+            real(context, 38), rope, c[39] != 0, c[40], c[41], positions, seqs, tables, pages, c[42],
         )  # fmt: skip
         item = take_number(context)
 
@@ -124,6 +125,7 @@ def prepare_qkv(
     q_stride: int,
     step: Step,
     kv: KvLayer,
+    rope_first: int = 0,
 ) -> None:
     """See `Ops.prepare_qkv`. v may have no columns where the group stores no values (MLA)."""
     n_tokens = q.shape[0]
@@ -136,7 +138,7 @@ def prepare_qkv(
         ),
         (
             *geometry(kv), max(1, n_tokens // (4 * threads())), _NORMS[norm_kind], norm_after_rope, float(eps),
-            rope_adjacent, n_head, q_stride,
+            rope_adjacent, n_head, q_stride, rope_first,
         ),
         n_tokens > 1 and q.size + k.size + v.size > _PARALLEL_ELEMENTS,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 from numba import carray, njit
 
 from rimuru.ops.cpu.lanes import W, dot, floats
-from rimuru.ops.cpu.pointwise import row_of, sigmoid
+from rimuru.ops.cpu.pointwise import copy_row, row_of, sigmoid
 from rimuru.ops.cpu.recurrent_rows import ROWS, delta_rows, scan_rows, scan_rows_each
 
 _PIECE = 64
@@ -36,10 +36,14 @@ def conv_item(u, weight, bias, silu, first_token, last_token, state, page_bytes,
     """Channels start .. stop - 1 of one sequence. state: address of its oldest row, page_bytes to the next."""
     channels, n_taps = weight.shape
     sums = np.empty(stop - start, np.float32)
+    taps = np.empty((n_taps, stop - start), np.float32)
+    for tap in range(n_taps):
+        for c in range(start, stop):
+            taps[tap, c - start] = weight[c, tap]
     for t in range(first_token, last_token):
         sums[:] = np.float32(0.0)
         if bias.size > 0:
-            sums[:] = bias[start:stop]
+            copy_row(sums, bias[start:stop])
         for tap in range(n_taps):
             source = t - first_token + tap - (n_taps - 1)
             if source < 0 and fresh:
@@ -48,21 +52,24 @@ def conv_item(u, weight, bias, silu, first_token, last_token, state, page_bytes,
                 row = carray(floats(state + (n_taps - 1 + source) * page_bytes), (channels,))
             else:
                 row = row_of(u, first_token + source)
-            for c in range(start, stop):
-                sums[c - start] += weight[c, tap] * row[c]
+            for i in range(sums.size):
+                sums[i] += taps[tap, i] * row[start + i]
         target = row_of(out, t)
-        for c in range(start, stop):
-            target[c] = sums[c - start] * sigmoid(sums[c - start]) if silu else sums[c - start]
+        if silu:
+            for i in range(sums.size):
+                target[start + i] = sums[i] * sigmoid(sums[i])
+        else:
+            copy_row(target[start:stop], sums)
     n_tokens = last_token - first_token
     for kept in range(n_taps - 1):  # ascending: a row is overwritten after it has moved
         source = n_tokens + kept
         target = carray(floats(state + kept * page_bytes), (channels,))
         if source >= n_taps - 1:
-            target[start:stop] = row_of(u, first_token + source - (n_taps - 1))[start:stop]
+            copy_row(target[start:stop], row_of(u, first_token + source - (n_taps - 1))[start:stop])
         elif fresh:
             target[start:stop] = np.float32(0.0)
         else:
-            target[start:stop] = carray(floats(state + source * page_bytes), (channels,))[start:stop]
+            copy_row(target[start:stop], carray(floats(state + source * page_bytes), (channels,))[start:stop])
 
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
@@ -73,14 +80,14 @@ def _load_rows(address, n_rows, width, fresh, target):  # type: ignore[no-untype
         if fresh:
             target[row, :width] = np.float32(0.0)
         else:
-            target[row, :width] = stored[row]
+            copy_row(target[row], stored[row])
 
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
 def _store_rows(address, n_rows, width, source):  # type: ignore[no-untyped-def]
     stored = carray(floats(address), (n_rows, width))
     for row in range(n_rows):
-        stored[row] = source[row, :width]
+        copy_row(stored[row], source[row, :width])
 
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
@@ -107,7 +114,7 @@ def delta_head(qkv, beta, alpha, rate, dt_bias, head, key_head, n_key, dim, eps,
             row = row_of(qkv, start + i)
             _unit(row[key_head * dim : (key_head + 1) * dim], eps, scale, queries[i])
             _unit(row[(n_key + key_head) * dim : (n_key + key_head + 1) * dim], eps, np.float32(1.0), keys[i])
-            values[i, :dim] = row[(2 * n_key + head) * dim : (2 * n_key + head + 1) * dim]
+            copy_row(values[i], row[(2 * n_key + head) * dim : (2 * n_key + head + 1) * dim])
             decay[i] = math.exp(rate * _softplus(np.float64(alpha[start + i, head]) + dt_bias))
             gain[i] = sigmoid(beta[start + i, head])
         for row in range(0, n_rows, ROWS):
@@ -119,7 +126,7 @@ def delta_head(qkv, beta, alpha, rate, dt_bias, head, key_head, n_key, dim, eps,
                     results.ctypes.data + (i * n_rows + row) * 4, width,
                 )  # fmt: skip
         for i in range(count):
-            out[start + i, head * dim : (head + 1) * dim] = results[i, :dim]
+            copy_row(row_of(out, start + i)[head * dim :], results[i, :dim])
     _store_rows(address, dim, dim, state)
     _keep_alive(queries, keys, values, decay, gain)
 
@@ -140,8 +147,8 @@ def mamba2_head(xbc, dt, rate, skip, dt_bias, head, n_heads, n_groups, dim, size
             row = row_of(xbc, start + i)
             step = _softplus(np.float64(dt[start + i, head]) + dt_bias)
             decay[i] = math.exp(rate * step)
-            b_rows[i, :size] = row[inner + group * size : inner + (group + 1) * size]
-            c_rows[i, :size] = row[inner + (n_groups + group) * size : inner + (n_groups + group + 1) * size]
+            copy_row(b_rows[i], row[inner + group * size : inner + (group + 1) * size])
+            copy_row(c_rows[i], row[inner + (n_groups + group) * size : inner + (n_groups + group + 1) * size])
             for j in range(dim):
                 gains[i, j] = np.float32(step) * row[head * dim + j]
         for row_start in range(0, n_rows, ROWS):
@@ -170,12 +177,13 @@ def mamba1_block(x, dt, b, c, a, d, start_channel, stop_channel, first, last, ad
     steps, gains = np.zeros((_PIECE, n_rows), np.float32), np.zeros((_PIECE, n_rows), np.float32)
     results = np.empty((_PIECE, n_rows), np.float32)
     _load_rows(address, count_channels, size, fresh, state)
-    rates[:count_channels, :size] = a[start_channel:stop_channel, :size]
+    for channel in range(start_channel, stop_channel):
+        copy_row(rates[channel - start_channel], a[channel, :size])
     for start in range(first, last, _PIECE):
         count = min(_PIECE, last - start)
         for i in range(count):
-            b_rows[i, :size] = b[start + i, :size]
-            c_rows[i, :size] = c[start + i, :size]
+            copy_row(b_rows[i], b[start + i, :size])
+            copy_row(c_rows[i], c[start + i, :size])
             for j in range(count_channels):
                 step = np.float32(_softplus(dt[start + i, start_channel + j]))
                 steps[i, j] = step

@@ -83,6 +83,7 @@ class ReferenceOps:
     gather_rows = staticmethod(pointwise.gather_rows)
     finish_logits = staticmethod(pointwise.finish_logits)
     linear = staticmethod(matmul.linear)
+    head_linear = staticmethod(matmul.head_linear)
     prepare_qkv = staticmethod(attention.prepare_qkv)
     attention = staticmethod(attention.attention)
     route = staticmethod(moe.route)

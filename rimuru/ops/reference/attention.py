@@ -23,12 +23,13 @@ def _row_address(step: Step, kv: KvLayer, seq: int, position: int, head: int, va
     return kv.pool_base + page * kv.page_bytes + kv.layer_offset_bytes + elements * group.element_bytes
 
 
-def _rotate(heads: np.ndarray, rope_row: np.ndarray, adjacent: bool) -> np.ndarray:
-    """Rotated copy of heads [n, dim]; rope_row is n_rot/2 cosines, then n_rot/2 sines."""
+def _rotate(heads: np.ndarray, rope_row: np.ndarray, adjacent: bool, start: int) -> np.ndarray:
+    """Copy of heads [n, dim], rotated from dim `start` on; rope_row is n_rot/2 cosines, then n_rot/2 sines."""
     n_rot = len(rope_row)
     cosine, sine = rope_row[: n_rot // 2].astype(np.float64), rope_row[n_rot // 2 :].astype(np.float64)
-    first = slice(0, n_rot, 2) if adjacent else slice(0, n_rot // 2)
-    second = slice(1, n_rot, 2) if adjacent else slice(n_rot // 2, n_rot)
+    stop, half = start + n_rot, start + n_rot // 2
+    first = slice(start, stop, 2) if adjacent else slice(start, half)
+    second = slice(start + 1, stop, 2) if adjacent else slice(half, stop)
     turned = heads.copy()
     turned[:, first] = heads[:, first] * cosine - heads[:, second] * sine
     turned[:, second] = heads[:, first] * sine + heads[:, second] * cosine
@@ -39,7 +40,7 @@ def _norm_heads(heads: np.ndarray, weight: np.ndarray | None, kind: str, eps: fl
     if kind == "none" or weight is None:
         return heads
     if kind == "head":
-        return normalise(heads, weight, eps)
+        return np.concatenate([normalise(heads[:, : len(weight)], weight, eps), heads[:, len(weight) :]], axis=1)
     return normalise(heads.reshape(-1), weight, eps).reshape(heads.shape)
 
 
@@ -58,6 +59,7 @@ def prepare_qkv(
     q_stride: int,
     step: Step,
     kv: KvLayer,
+    rope_first: int = 0,
 ) -> None:
     group = kv.group
     for token in range(len(q)):
@@ -69,7 +71,7 @@ def prepare_qkv(
             if not norm_after_rope:
                 values = _norm_heads(values, weight, norm_kind, eps)
             if rope is not None:
-                values = _rotate(values, rope[position], rope_adjacent)
+                values = _rotate(values, rope[position], rope_adjacent, rope_first)
             if norm_after_rope:
                 values = _norm_heads(values, weight, norm_kind, eps)
             heads[...] = values

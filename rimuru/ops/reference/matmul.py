@@ -29,3 +29,13 @@ def linear(
         if row_scale is not None:
             product *= row_scale[: len(out), None]
         out[...] = out + product if add else product
+
+
+def head_linear(x: Array, weight: Weight, n_head: int, heads: Act, out: Act) -> None:
+    n_tokens = len(x)
+    matrices = dequantize(weight.data, weight.format).astype(np.float64).reshape(n_head, -1, weight.n_in)
+    inputs = x.reshape(n_tokens, n_head, -1)
+    outputs = out.f32[:n_tokens].reshape(n_tokens, n_head, -1)
+    n_out = matrices.shape[1]
+    outputs[:, :, :n_out] = np.einsum("hoi,thi->tho", matrices, inputs[:, :, : weight.n_in].astype(np.float64))
+    outputs[:, :, n_out:] = inputs[:, :, weight.n_in :]

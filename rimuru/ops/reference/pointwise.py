@@ -62,9 +62,7 @@ def add_norm(x: Array, delta: Array, weight: Array, eps: float, scale: float) ->
     x += (scale * normalise(delta, weight, eps)).astype(x.dtype)
 
 
-def gated_norm(
-    x: Array, gate: Array, weight: Array, eps: float, n_groups: int, gate_first: bool, out: Act
-) -> None:
+def gated_norm(x: Array, gate: Array, weight: Array, eps: float, n_groups: int, gate_first: bool, out: Act) -> None:
     n_tokens, width = x.shape
     part = width // n_groups
     opened = silu(gate.astype(np.float64))
