@@ -12,6 +12,7 @@ from rimuru.arch.spec import (
     LayerSpec,
     Mamba1Spec,
     Mamba2Spec,
+    MlaSpec,
     MoeSpec,
     ShortConvSpec,
 )
@@ -19,6 +20,7 @@ from rimuru.base.errors import UnsupportedModelError
 from rimuru.forward.attention import Attention
 from rimuru.forward.context import BuildContext
 from rimuru.forward.ffn import DenseFfn, MoeFfn
+from rimuru.forward.mla import LatentAttention
 from rimuru.forward.recurrent import DeltaNet, Mamba1, Mamba2, ShortConv
 from rimuru.ops.base import Act, Array, Step
 
@@ -27,6 +29,7 @@ MIXERS: dict[type, Callable[[int, Any, BuildContext], Any]] = {
     DeltaNetSpec: DeltaNet,
     Mamba1Spec: Mamba1,
     Mamba2Spec: Mamba2,
+    MlaSpec: LatentAttention,
     ShortConvSpec: ShortConv,
 }
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from rimuru.base.errors import FileFormatError
 from rimuru.formats.gguf import GgufFile
+from rimuru.formats.quants import BY_NAME
 from rimuru.formats.quants_ref import dequantize
 from rimuru.ops.base import Array, Ops, Weight
 
@@ -52,6 +53,12 @@ class TensorReader:
     def permuted(self, name: str, row_order: np.ndarray) -> Weight:
         """The matrix whose row i is row row_order[i] of the tensor: rows are whole blocks, so bytes move unchanged."""
         return self._upload(name, np.ascontiguousarray(self.host(name)[row_order]))
+
+    def computed(self, values: np.ndarray) -> Weight:
+        """A float32 matrix [n_out, n_in] that the file does not hold in this form."""
+        raw = np.ascontiguousarray(values, np.float32)
+        self.n_bytes += raw.nbytes
+        return self.ops.weight(raw.view(np.uint8), BY_NAME["f32"], raw.shape[1])
 
     def _upload(self, name: str, raw: np.ndarray) -> Weight:
         info = self.gguf.tensors[name]

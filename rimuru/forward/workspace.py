@@ -22,7 +22,7 @@ class Workspace:
         self.max_tokens = max_tokens
         self._widths: dict[str, tuple[int, Any]] = {}
         self._acts: dict[tuple[str, int], Act] = {}
-        self._act_widths: set[tuple[str, int]] = set()
+        self._act_rows: dict[tuple[str, int], int] = {}
         self._flat: dict[str, Array] = {}
         self._moe_needs: dict[tuple[int, int], MoeSpec] = {}
         self._moe: dict[tuple[int, int], MoeScratch] = {}
@@ -33,8 +33,10 @@ class Workspace:
         old = self._widths.get(name, (0, dtype))
         self._widths[name] = (max(old[0], width), dtype)
 
-    def need_act(self, name: str, width: int) -> None:
-        self._act_widths.add((name, width))
+    def need_act(self, name: str, width: int, n_rows: int = 1) -> None:
+        """An activation of n_rows rows for every token."""
+        key = (name, width)
+        self._act_rows[key] = max(self._act_rows.get(key, 1), n_rows)
 
     def need_moe(self, spec: MoeSpec, n_in: int) -> None:
         """Expert scratch; layers whose experts have the same widths share one."""
@@ -44,9 +46,9 @@ class Workspace:
         for name, (width, dtype) in self._widths.items():
             self._flat[name] = self.ops.empty((self.max_tokens * width,), dtype)
             self.n_bytes += self.max_tokens * width * np.dtype(dtype).itemsize
-        for name, width in sorted(self._act_widths):
-            self._acts[(name, width)] = self.ops.act(self.max_tokens, width)
-            self.n_bytes += self.ops.act_bytes(self.max_tokens, width)
+        for (name, width), rows in sorted(self._act_rows.items()):
+            self._acts[(name, width)] = self.ops.act(rows * self.max_tokens, width)
+            self.n_bytes += self.ops.act_bytes(rows * self.max_tokens, width)
         for (width, n_in), spec in self._moe_needs.items():
             scratch = self.ops.moe_scratch(self.max_tokens, spec, n_in)
             self._moe[(width, n_in)] = scratch
@@ -60,8 +62,9 @@ class Workspace:
         """View [n_tokens]."""
         return self._flat[name][:n_tokens]
 
-    def act(self, name: str, n_tokens: int, width: int) -> Act:
-        return self._acts[(name, width)].head(n_tokens)
+    def act(self, name: str, n_rows: int, width: int) -> Act:
+        """The first n_rows rows: one a token, or as many as `need_act` said."""
+        return self._acts[(name, width)].head(n_rows)
 
     def moe(self, spec: MoeSpec, n_in: int) -> MoeScratch:
         return self._moe[(spec.width, n_in)]

@@ -45,7 +45,7 @@ class Act:
     """An activation that matrices will be applied to: float32 values, and what the backend derived from them.
 
     Whoever fills `f32` through a verb (`rms_norm`, `glu`, `attention`, ...) also fills `quant`, once, for all the
-    matrices that read it.
+    matrices that read it. `quant` may be None where no matrix reads the rows as they are.
     """
 
     f32: Array  # [T, width]
@@ -241,6 +241,13 @@ class Ops(Protocol):
         outs[i] [T, n_out_i]; `add` accumulates into outs; row_scale [T].
         """
 
+    def head_linear(self, x: Array, weight: Weight, n_head: int, heads: Act, out: Act) -> None:
+        """Every head through a matrix of its own: out[t, h] = [W_h x[t, h, :n_in] | x[t, h, n_in:]].
+
+        x [T, n_head * (n_in + rest)]; weight: the n_head matrices [n_out, n_in] under each other; out [T, n_head *
+        (n_out + rest)]. What follows the n_in inputs of a head is carried over. heads [T * n_head, n_in]: scratch.
+        """
+
     # ---- attention
     def prepare_qkv(
         self,
@@ -258,14 +265,16 @@ class Ops(Protocol):
         q_stride: int,
         step: Step,
         kv: KvLayer,
+        rope_first: int = 0,
     ) -> None:
         """Norms and rotates q and k in place and writes k and v of every token into the KV pages.
 
         q [T, n_head * q_stride] (the first key_dim of each stride is the query, the rest an output gate or nothing),
-        k [T, n_head_kv * key_dim], v [T, n_head_kv * value_dim].
-        norm_kind "none" | "head" (weight [key_dim]) | "vector" (weight over all heads of the row).
-        rope [n_positions, n_rot] float32: n_rot/2 cosines, then n_rot/2 sines, for the first n_rot dims of a head;
-        rope_adjacent: pairs (2i, 2i+1), else (i, i + n_rot/2). None = no rotation.
+        k [T, n_head_kv * key_dim], v [T, n_head_kv * value_dim]; v is not read where value_dim is 0.
+        norm_kind "none" | "head" (over the first len(weight) dims of a head) | "vector" (weight over all heads of the
+        row); no norm where the weight is None.
+        rope [n_positions, n_rot] float32: n_rot/2 cosines, then n_rot/2 sines, for the n_rot dims of a head from
+        rope_first on; rope_adjacent: pairs (2i, 2i+1), else (i, i + n_rot/2). None = no rotation.
         """
 
     def attention(
@@ -283,7 +292,8 @@ class Ops(Protocol):
     ) -> None:
         """Causal paged attention. Query head h reads KV head h // (n_head / n_head_kv).
 
-        out [T, n_head * value_dim]. A key at p is visible at t iff p <= t and (window is None or t - p < window).
+        out [T, n_head * value_dim]; where no values are stored (value_dim 0), a key's first elements are its value, as
+        many as out has for a head. A key at p is visible at t iff p <= t and (window is None or t - p < window).
         sinks [n_head]: extra logit in the softmax's denominator. gated: out *= sigmoid(gate part of q's stride).
         Slots that were never written must not influence the result (select, never multiply by zero).
         """

@@ -14,6 +14,7 @@ from numba import njit
 
 from rimuru.ops.base import Act, Weight
 from rimuru.ops.cpu import dot
+from rimuru.ops.cpu.quantize import quantize_act
 from rimuru.ops.cpu.simd_calls import call, f32_at, f64_at, fetch_add, i64_at
 from rimuru.ops.cpu.simd_launch import address_of, launch, threads, workspace
 from rimuru.ops.cpu.work import Worker
@@ -161,34 +162,82 @@ def linear(
     outs[i] float32 [T, n_out_i], contiguous in the last axis; all matrices have x's width.
     """
     n_tokens, n_in = x.f32.shape
-    space = workspace()
     n_workers = threads()
     fields: list[int] = []
     n_chunks = 0
     work = 0
     has_bias = False
     for i, weight in enumerate(weights):
-        kernels = dot.kernels(weight.format.name)
         bias = biases[i] if biases is not None else None
         has_bias = has_bias or bias is not None
-        source = x.f32 if kernels.is_float else x.quant.records
+        source = x.f32 if weight.format.is_float else x.quant.records
         rows = chunk_rows(weight.n_out, n_workers)
-        tiles = kernels.tiles
         fields += (
             address_of(weight.data), weight.data.strides[0], weight.n_out, n_in, address_of(outs[i]),
             outs[i].strides[0], 0 if bias is None else address_of(bias), address_of(source), source.strides[0], rows,
-            n_chunks, kernels.rows, kernels.expand, tiles[0], tiles[1], tiles[2] if len(tiles) > 2 else 0,
-            kernels.offset, kernels.panel_row_bytes(n_in),
+            n_chunks, *_kernel_fields(weight),
         )  # fmt: skip
         n_chunks += -(-weight.n_out // rows)
         work += weight.n_out
     plain = not add and scale == 1.0 and row_scale is None and not has_bias
+    head = (n_chunks, len(weights), n_tokens, 0 if row_scale is None else address_of(row_scale), add, plain)
+    _run(fields, head, n_in, scale, work * n_in * n_tokens >= _SMALL_WORK)
+
+
+def _kernel_fields(weight: Weight) -> tuple[int, ...]:
+    """The fields of a job from _ROWS_FN on."""
+    kernels = dot.kernels(weight.format.name)
+    tiles = kernels.tiles
+    return (
+        kernels.rows, kernels.expand, tiles[0], tiles[1], tiles[2] if len(tiles) > 2 else 0, kernels.offset,
+        kernels.panel_row_bytes(weight.n_in),
+    )  # fmt: skip
+
+
+def _run(fields: Sequence[int] | np.ndarray, head: tuple[int, ...], n_in: int, scale: float, parallel: bool) -> None:
+    """Launch jobs. head: chunks, jobs, tokens, address of row_scale or 0, add, plain."""
+    space = workspace()
+    n_chunks, n_jobs, n_tokens, row_scale, add, plain = head
     n_bytes = max(scratch_bytes(n_in), MAX_CHUNK_ROWS * 4)
     context = space.context
     context[:_HEADER] = (
-        0, n_chunks, len(weights), n_tokens, 0, 0 if row_scale is None else address_of(row_scale), add,
-        space.reserve(n_bytes), n_bytes, plain,
+        0, n_chunks, n_jobs, n_tokens, 0, row_scale, add, space.reserve(n_bytes), n_bytes, plain,
     )  # fmt: skip
     space.context_f64[_SCALE] = scale
     context[_HEADER : _HEADER + len(fields)] = fields
-    launch(_linear_worker.address, space.context_address, work * n_in * n_tokens >= _SMALL_WORK)
+    launch(_linear_worker.address, space.context_address, parallel)
+
+
+_MAX_JOBS = 27
+"""Jobs that a context has room for."""
+
+
+def head_linear(x: np.ndarray, weight: Weight, n_head: int, heads: Act, out: Act) -> None:
+    """See `Ops.head_linear`: one job a head, many in a launch. Fills `out.f32` only."""
+    n_tokens, n_in, n_out = x.shape[0], weight.n_in, weight.n_out // n_head
+    inputs = x.reshape(n_tokens, n_head, -1)
+    outputs = out.f32[:n_tokens].reshape(n_tokens, n_head, -1)
+    outputs[:, :, n_out:] = inputs[:, :, n_in:]
+    heads.f32[: n_tokens * n_head].reshape(inputs.shape[0], n_head, n_in)[...] = inputs[:, :, :n_in]
+    if weight.format.is_float:
+        source = heads.f32
+    else:
+        quantize_act(heads, n_tokens * n_head)
+        source = heads.quant.records
+    rows = chunk_rows(n_out, max(1, threads() // n_head))
+    chunks = -(-n_out // rows)
+    jobs = np.empty((n_head, _JOB), np.int64)
+    head = np.arange(n_head)
+    jobs[:, _W] = address_of(weight.data) + head * n_out * weight.data.strides[0]
+    jobs[:, _OUT] = address_of(outputs) + head * outputs.strides[1]
+    jobs[:, _X] = address_of(source) + head * source.strides[0]
+    jobs[:, _X_STRIDE] = n_head * source.strides[0]
+    jobs[:, (_ROW_BYTES, _N_ROWS, _N_IN, _OUT_STRIDE)] = weight.data.strides[0], n_out, n_in, outputs.strides[0]
+    jobs[:, (_BIAS, _CHUNK_ROWS)] = 0, rows
+    jobs[:, _FIRST_CHUNK] = head % _MAX_JOBS * chunks
+    jobs[:, _ROWS_FN:] = _kernel_fields(weight)
+    for first in range(0, n_head, _MAX_JOBS):
+        part = jobs[first : first + _MAX_JOBS]
+        n_jobs = len(part)
+        parallel = n_jobs * n_out * n_in * n_tokens >= _SMALL_WORK
+        _run(part.reshape(-1), (n_jobs * chunks, n_jobs, n_tokens, 0, 0, 1), n_in, 1.0, parallel)
