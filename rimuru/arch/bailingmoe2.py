@@ -6,7 +6,7 @@ from rimuru.arch.common import Base
 from rimuru.arch.spec import LayerSpec, ModelConfig, SharedExpertSpec
 
 NAMES = ("bailingmoe2",)
-RUNNABLE: dict[str, tuple[str, ...]] = {}
+RUNNABLE = {"bailingmoe2": ("cpu",)}
 
 
 def read_config(base: Base) -> ModelConfig:

@@ -9,7 +9,7 @@ from rimuru.arch.common import SIGMOID, SOFTMAX, Base
 from rimuru.arch.spec import LayerSpec, MlaSpec, ModelConfig, SharedExpertSpec
 
 NAMES = ("deepseek2",)
-RUNNABLE: dict[str, tuple[str, ...]] = {}
+RUNNABLE = {"deepseek2": ("cpu",)}
 
 
 def read_config(base: Base) -> ModelConfig:

@@ -6,7 +6,7 @@ from rimuru.arch.common import Base
 from rimuru.arch.spec import LayerSpec, ModelConfig, SharedExpertSpec
 
 NAMES = ("ernie4_5-moe",)
-RUNNABLE: dict[str, tuple[str, ...]] = {}
+RUNNABLE = {"ernie4_5-moe": ("cpu",)}
 
 
 def read_config(base: Base) -> ModelConfig:

@@ -6,7 +6,7 @@ from rimuru.arch.common import SIGMOID, Base
 from rimuru.arch.spec import LayerSpec, ModelConfig, SharedExpertSpec
 
 NAMES = ("glm4moe",)
-RUNNABLE: dict[str, tuple[str, ...]] = {}
+RUNNABLE = {"glm4moe": ("cpu",)}
 
 
 def read_config(base: Base) -> ModelConfig:

@@ -7,7 +7,7 @@ from rimuru.arch.spec import LayerSpec, ModelConfig
 from rimuru.arch.windows import windowed_layers
 
 NAMES = ("gpt-oss",)
-RUNNABLE: dict[str, tuple[str, ...]] = {}
+RUNNABLE = {"gpt-oss": ("cpu",)}
 
 
 def read_config(base: Base) -> ModelConfig:

@@ -9,7 +9,7 @@ from rimuru.arch.mamba import mamba2
 from rimuru.arch.spec import DenseFfnSpec, LayerSpec, ModelConfig, MoeSpec, RopeSpec, SharedExpertSpec
 
 NAMES = ("granitemoe", "granitehybrid")
-RUNNABLE: dict[str, tuple[str, ...]] = {}
+RUNNABLE = {"granitemoe": ("cpu",), "granitehybrid": ("cpu",)}
 
 
 def read_config(base: Base) -> ModelConfig:

@@ -6,7 +6,7 @@ from rimuru.arch.common import Base
 from rimuru.arch.spec import LayerSpec, ModelConfig, SharedExpertSpec
 
 NAMES = ("hunyuan-moe",)
-RUNNABLE: dict[str, tuple[str, ...]] = {}
+RUNNABLE = {"hunyuan-moe": ("cpu",)}
 
 
 def read_config(base: Base) -> ModelConfig:

@@ -7,7 +7,7 @@ from rimuru.arch.mamba import mamba1
 from rimuru.arch.spec import LayerSpec, ModelConfig
 
 NAMES = ("jamba",)
-RUNNABLE: dict[str, tuple[str, ...]] = {}
+RUNNABLE = {"jamba": ("cpu",)}
 
 
 def read_config(base: Base) -> ModelConfig:

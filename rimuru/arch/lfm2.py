@@ -6,7 +6,7 @@ from rimuru.arch.common import Base
 from rimuru.arch.spec import DenseFfnSpec, LayerSpec, ModelConfig, MoeSpec, ShortConvSpec
 
 NAMES = ("lfm2", "lfm2moe")
-RUNNABLE: dict[str, tuple[str, ...]] = {}
+RUNNABLE = {"lfm2": ("cpu",), "lfm2moe": ("cpu",)}
 
 
 def read_config(base: Base) -> ModelConfig:

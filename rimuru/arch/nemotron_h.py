@@ -7,7 +7,7 @@ from rimuru.arch.mamba import mamba2
 from rimuru.arch.spec import DenseFfnSpec, LayerSpec, ModelConfig, MoeSpec, SharedExpertSpec
 
 NAMES = ("nemotron_h", "nemotron_h_moe")
-RUNNABLE: dict[str, tuple[str, ...]] = {}
+RUNNABLE = {"nemotron_h": ("cpu",), "nemotron_h_moe": ("cpu",)}
 EPS_KEY = "attention.layer_norm_epsilon"
 
 

@@ -6,7 +6,7 @@ from rimuru.arch.common import Base
 from rimuru.arch.spec import LayerSpec, ModelConfig
 
 NAMES = ("phi3",)
-RUNNABLE: dict[str, tuple[str, ...]] = {}
+RUNNABLE = {"phi3": ("cpu",)}
 
 
 def read_config(base: Base) -> ModelConfig:

@@ -7,7 +7,7 @@ from rimuru.arch.qwen_moe import expert_width, gated_shared_expert
 from rimuru.arch.spec import DeltaNetSpec, LayerSpec, ModelConfig
 
 NAMES = ("qwen3next", "qwen35", "qwen35moe")
-RUNNABLE: dict[str, tuple[str, ...]] = {}
+RUNNABLE = {"qwen3next": ("cpu",), "qwen35": ("cpu",), "qwen35moe": ("cpu",)}
 
 
 def read_config(base: Base) -> ModelConfig:

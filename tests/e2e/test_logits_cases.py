@@ -83,7 +83,8 @@ TYPES = [
     "mixed",
 ]
 NAMES += [f"{arch}-{kind}" for arch in ("qwen3moe", "qwen2moe", "qwen35moe") for kind in TYPES]
-PLACEMENTS = ((None, 7), (0.5, 32), (0, 1), (0.5, 1), (0, 96))
+PLACEMENTS = ((None, 2), (None, 7), (None, 64), (0.5, 16), (0.5, 1), (0, 1), (0, 96))
+PIECES = ((None, 1), (None, 2), (None, 7), (None, 16), (None, 64))
 
 
 def logits(path: Path, tokens: list[int], chunk: int, resident: float | int | None = None) -> np.ndarray:
@@ -109,6 +110,6 @@ def test_reference_logits(name: str, logit_models: Path, shared: Path) -> None:
     else:
         assert np.median(error) <= 1.5e-3, f"median normalised squared error {np.median(error):.2e}"
         assert (found.argmax(axis=1) == expected.argmax(axis=1)).sum() >= 88
-    for resident, chunk in PLACEMENTS if has_experts else ((None, 7), (None, 1)):
+    for resident, chunk in PLACEMENTS if has_experts else PIECES:
         other = logits(path, tokens, chunk, resident)
         assert np.array_equal(other, found), f"chunk {chunk}, resident {resident} differ from chunk 96, all resident"
