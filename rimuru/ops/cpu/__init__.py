@@ -5,6 +5,9 @@ Matrices: matmul.py, moe.py, embed.py over dot*.py; how work is spread over core
 
 from __future__ import annotations
 
-from rimuru.ops.cpu.backend import CpuOps
+from rimuru.ops.cpu.code_cache import code_cache
+
+with code_cache():
+    from rimuru.ops.cpu.backend import CpuOps
 
 __all__ = ["CpuOps"]

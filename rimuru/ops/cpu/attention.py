@@ -14,7 +14,7 @@ from numba import njit
 from rimuru.ops.base import Act, Array, KvLayer, Step
 from rimuru.ops.cpu.attention_tiles import BLOCK, ROWS, fold_block, widen
 from rimuru.ops.cpu.lanes import W, exp, take_number
-from rimuru.ops.cpu.pointwise import copy_row
+from rimuru.ops.cpu.pointwise import copy_row, sigmoid
 from rimuru.ops.cpu.simd_calls import i64_at
 from rimuru.ops.cpu.simd_launch import threads
 from rimuru.ops.cpu.work import FIELDS, NO_FLOATS, Worker, integers, matrix, real, run, vector
@@ -115,13 +115,13 @@ def _finish(q, out, tile, head, n_heads, q_stride, key_dim, width, gated, sinks,
             factor = exp(stats[row, 0] - largest)
             denominator = denominator * factor + exp(sinks[query_head] - largest)
         factor = factor / denominator
-        target, gate = query_head * width, query_head * q_stride + key_dim
+        target, start = out[token, query_head * width : (query_head + 1) * width], query_head * q_stride + key_dim
         for i in range(width):
-            value = total[row, i] * factor
-            if gated:
-                small = exp(-abs(q[token, gate + i]))
-                value *= (np.float32(1.0) if q[token, gate + i] >= 0 else small) / (np.float32(1.0) + small)
-            out[token, target + i] = value
+            target[i] = total[row, i] * factor
+        if gated:
+            gate = q[token, start : start + width]
+            for i in range(width):
+                target[i] *= sigmoid(gate[i])
 
 
 @Worker
@@ -157,8 +157,9 @@ def _worker(context, index):  # type: ignore[no-untyped-def]
         n_rows = (tile[1] - tile[0]) * n_heads
         for row in range(n_rows):
             token, start = tile[0] + row // n_heads, (head + row % n_heads) * q_stride
+            query = q[token, start : start + key_dim]
             for i in range(key_dim):
-                buffers[0][row, i] = q[token, start + i] * scale
+                buffers[0][row, i] = query[i] * scale
             visible[row, 1] = positions[token, 0] + 1
             visible[row, 0] = max(0, visible[row, 1] - window) if window > 0 else 0
         _clear(total, total_stats)

@@ -84,6 +84,17 @@ def _add_norm(x, delta, weight, eps, scale):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
+def _scale_part(source, factor, weight, gate_first, target):  # type: ignore[no-untyped-def]
+    """target = source * factor * weight, times the opened gate that lies in target unless that was applied before."""
+    if gate_first:
+        for i in range(target.size):
+            target[i] = source[i] * factor * weight[i]
+    else:
+        for i in range(target.size):
+            target[i] *= source[i] * factor * weight[i]
+
+
+@njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
 def _gated_norm(x, gate, weight, eps, n_groups, gate_first, out):  # type: ignore[no-untyped-def]
     width = x.shape[1]
     part = width // n_groups
@@ -96,12 +107,8 @@ def _gated_norm(x, gate, weight, eps, n_groups, gate_first, out):  # type: ignor
         for group in range(n_groups):
             start = group * part
             factor = inverse_rms(normed.ctypes.data + start * 4, part, eps)
-            shift = 0 if weight.size == part else start
-            for i in range(part):
-                if gate_first:
-                    target[start + i] = target[start + i] * factor * weight[shift + i]
-                else:
-                    target[start + i] = source[start + i] * factor * weight[shift + i] * target[start + i]
+            scale = weight if weight.size == part else weight[start : start + part]
+            _scale_part(normed[start : start + part], factor, scale, gate_first, target[start : start + part])
 
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")

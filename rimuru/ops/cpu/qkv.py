@@ -45,18 +45,20 @@ def _norm_heads(row, n_heads, stride, dim, weight, kind, eps):  # type: ignore[n
 def _rotate_heads(row, n_heads, stride, angles, adjacent, first):  # type: ignore[no-untyped-def]
     """Rotate n_rot elements of each stride of a row in place, from `first` on. angles: cosines, then sines."""
     half = angles.size // 2
+    cosine, sine = angles[:half], angles[half:]  # an index with an offset would not become vector code
     for head in range(n_heads):
         part = row[head * stride + first : head * stride + first + 2 * half]
         if adjacent:
             for i in range(half):
                 a, b = part[2 * i], part[2 * i + 1]
-                part[2 * i] = a * angles[i] - b * angles[half + i]
-                part[2 * i + 1] = a * angles[half + i] + b * angles[i]
+                part[2 * i] = a * cosine[i] - b * sine[i]
+                part[2 * i + 1] = a * sine[i] + b * cosine[i]
         else:
+            low, high = part[:half], part[half:]
             for i in range(half):
-                a, b = part[i], part[half + i]
-                part[i] = a * angles[i] - b * angles[half + i]
-                part[half + i] = a * angles[half + i] + b * angles[i]
+                a, b = low[i], high[i]
+                low[i] = a * cosine[i] - b * sine[i]
+                high[i] = a * sine[i] + b * cosine[i]
 
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")

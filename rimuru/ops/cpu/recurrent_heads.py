@@ -32,6 +32,27 @@ def _keep_alive(*arrays):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
+def _add_product(target, a, b):  # type: ignore[no-untyped-def]
+    """target[i] += a[i] * b[i]."""
+    for i in range(target.size):
+        target[i] += a[i] * b[i]
+
+
+@njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
+def _scale_row(target, factor, source):  # type: ignore[no-untyped-def]
+    """target[i] = factor * source[i] for all of source."""
+    for i in range(source.size):
+        target[i] = factor * source[i]
+
+
+@njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
+def _add_scaled(target, values, factor, source):  # type: ignore[no-untyped-def]
+    """target[i] = values[i] + factor * source[i] for all of source."""
+    for i in range(source.size):
+        target[i] = values[i] + factor * source[i]
+
+
+@njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
 def conv_item(u, weight, bias, silu, first_token, last_token, state, page_bytes, fresh, start, stop, out):  # type: ignore[no-untyped-def]
     """Channels start .. stop - 1 of one sequence. state: address of its oldest row, page_bytes to the next."""
     channels, n_taps = weight.shape
@@ -52,14 +73,14 @@ def conv_item(u, weight, bias, silu, first_token, last_token, state, page_bytes,
                 row = carray(floats(state + (n_taps - 1 + source) * page_bytes), (channels,))
             else:
                 row = row_of(u, first_token + source)
-            for i in range(sums.size):
-                sums[i] += taps[tap, i] * row[start + i]
-        target = row_of(out, t)
+            # Slices, because an index with an offset is compiled as possibly negative, and then not as a vector.
+            _add_product(sums, taps[tap], row[start:stop])
+        target = row_of(out, t)[start:stop]
         if silu:
             for i in range(sums.size):
-                target[start + i] = sums[i] * sigmoid(sums[i])
+                target[i] = sums[i] * sigmoid(sums[i])
         else:
-            copy_row(target[start:stop], sums)
+            copy_row(target, sums)
     n_tokens = last_token - first_token
     for kept in range(n_taps - 1):  # ascending: a row is overwritten after it has moved
         source = n_tokens + kept
@@ -73,21 +94,33 @@ def conv_item(u, weight, bias, silu, first_token, last_token, state, page_bytes,
 
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
-def _load_rows(address, n_rows, width, fresh, target):  # type: ignore[no-untyped-def]
-    """State rows -> padded rows; zeros where the sequence starts here."""
-    stored = carray(floats(address), (n_rows, width))
-    for row in range(n_rows):
-        if fresh:
-            target[row, :width] = np.float32(0.0)
-        else:
-            copy_row(target[row], stored[row])
+def _padded_state(n_rows, width):  # type: ignore[no-untyped-def]
+    """Padded rows for a state whose own are no whole vectors, or nothing: then it is updated where it lies."""
+    if width % W == 0 and n_rows % ROWS == 0:
+        return np.zeros((0, width), np.float32)
+    return np.zeros(((n_rows + ROWS - 1) // ROWS * ROWS, (width + W - 1) // W * W), np.float32)
 
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
-def _store_rows(address, n_rows, width, source):  # type: ignore[no-untyped-def]
+def _open_state(address, n_rows, width, fresh, padded):  # type: ignore[no-untyped-def]
+    """Address of the rows to work on; they are zero where the sequence starts here."""
     stored = carray(floats(address), (n_rows, width))
-    for row in range(n_rows):
-        copy_row(stored[row], source[row, :width])
+    if padded.size == 0:
+        if fresh:
+            stored[:] = np.float32(0.0)
+        return np.int64(address)
+    if not fresh:
+        for row in range(n_rows):
+            copy_row(padded[row], stored[row])
+    return np.int64(padded.ctypes.data)
+
+
+@njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
+def _close_state(address, n_rows, width, padded):  # type: ignore[no-untyped-def]
+    if padded.size > 0:
+        stored = carray(floats(address), (n_rows, width))
+        for row in range(n_rows):
+            copy_row(stored[row], padded[row, :width])
 
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
@@ -102,12 +135,12 @@ def _unit(source, eps, scale, target):  # type: ignore[no-untyped-def]
 def delta_head(qkv, beta, alpha, rate, dt_bias, head, key_head, n_key, dim, eps, first, last, address, fresh, out):  # type: ignore[no-untyped-def]
     """One value head of one sequence."""
     width, n_rows = (dim + W - 1) // W * W, (dim + ROWS - 1) // ROWS * ROWS
-    state = np.zeros((n_rows, width), np.float32)
+    padded = _padded_state(dim, dim)
     queries, keys = np.zeros((_PIECE, width), np.float32), np.zeros((_PIECE, width), np.float32)
     values, results = np.zeros((_PIECE, n_rows), np.float32), np.empty((_PIECE, n_rows), np.float32)
     decay, gain = np.empty(_PIECE, np.float32), np.empty(_PIECE, np.float32)
     scale = np.float32(1.0) / np.sqrt(np.float32(dim))
-    _load_rows(address, dim, dim, fresh, state)
+    state = _open_state(address, dim, dim, fresh, padded)
     for start in range(first, last, _PIECE):
         count = min(_PIECE, last - start)
         for i in range(count):
@@ -118,7 +151,7 @@ def delta_head(qkv, beta, alpha, rate, dt_bias, head, key_head, n_key, dim, eps,
             decay[i] = math.exp(rate * _softplus(np.float64(alpha[start + i, head]) + dt_bias))
             gain[i] = sigmoid(beta[start + i, head])
         for row in range(0, n_rows, ROWS):
-            place = state.ctypes.data + row * width * 4
+            place = state + row * width * 4
             for i in range(count):
                 delta_rows(
                     place, keys.ctypes.data + i * width * 4, queries.ctypes.data + i * width * 4,
@@ -127,7 +160,7 @@ def delta_head(qkv, beta, alpha, rate, dt_bias, head, key_head, n_key, dim, eps,
                 )  # fmt: skip
         for i in range(count):
             copy_row(row_of(out, start + i)[head * dim :], results[i, :dim])
-    _store_rows(address, dim, dim, state)
+    _close_state(address, dim, dim, padded)
     _keep_alive(queries, keys, values, decay, gain)
 
 
@@ -136,11 +169,11 @@ def mamba2_head(xbc, dt, rate, skip, dt_bias, head, n_heads, n_groups, dim, size
     """One head of one sequence."""
     inner, group = n_heads * dim, head // (n_heads // n_groups)
     width, n_rows = (size + W - 1) // W * W, (dim + ROWS - 1) // ROWS * ROWS
-    state = np.zeros((n_rows, width), np.float32)
+    padded = _padded_state(dim, size)
     b_rows, c_rows = np.zeros((_PIECE, width), np.float32), np.zeros((_PIECE, width), np.float32)
     gains, results = np.zeros((_PIECE, n_rows), np.float32), np.empty((_PIECE, n_rows), np.float32)
     decay = np.empty(_PIECE, np.float32)
-    _load_rows(address, dim, size, fresh, state)
+    state = _open_state(address, dim, size, fresh, padded)
     for start in range(first, last, _PIECE):
         count = min(_PIECE, last - start)
         for i in range(count):
@@ -149,10 +182,9 @@ def mamba2_head(xbc, dt, rate, skip, dt_bias, head, n_heads, n_groups, dim, size
             decay[i] = math.exp(rate * step)
             copy_row(b_rows[i], row[inner + group * size : inner + (group + 1) * size])
             copy_row(c_rows[i], row[inner + (n_groups + group) * size : inner + (n_groups + group + 1) * size])
-            for j in range(dim):
-                gains[i, j] = np.float32(step) * row[head * dim + j]
+            _scale_row(gains[i], np.float32(step), row[head * dim : (head + 1) * dim])
         for row_start in range(0, n_rows, ROWS):
-            place = state.ctypes.data + row_start * width * 4
+            place = state + row_start * width * 4
             for i in range(count):
                 scan_rows(
                     place, b_rows.ctypes.data + i * width * 4, c_rows.ctypes.data + i * width * 4,
@@ -160,10 +192,9 @@ def mamba2_head(xbc, dt, rate, skip, dt_bias, head, n_heads, n_groups, dim, size
                     results.ctypes.data + (i * n_rows + row_start) * 4, width,
                 )  # fmt: skip
         for i in range(count):
-            source, target = row_of(xbc, start + i), row_of(out, start + i)
-            for j in range(dim):
-                target[head * dim + j] = results[i, j] + skip * source[head * dim + j]
-    _store_rows(address, dim, size, state)
+            source = row_of(xbc, start + i)[head * dim : (head + 1) * dim]
+            _add_scaled(row_of(out, start + i)[head * dim :], results[i], skip, source)
+    _close_state(address, dim, size, padded)
     _keep_alive(b_rows, c_rows, gains, results, decay)
 
 
@@ -172,11 +203,11 @@ def mamba1_block(x, dt, b, c, a, d, start_channel, stop_channel, first, last, ad
     """Channels start_channel .. stop_channel - 1 of one sequence. address: of the first of their state rows."""
     size, count_channels = a.shape[1], stop_channel - start_channel
     width, n_rows = (size + W - 1) // W * W, (count_channels + ROWS - 1) // ROWS * ROWS
-    state, rates = np.zeros((n_rows, width), np.float32), np.zeros((n_rows, width), np.float32)
+    padded, rates = _padded_state(count_channels, size), np.zeros((n_rows, width), np.float32)
     b_rows, c_rows = np.zeros((_PIECE, width), np.float32), np.zeros((_PIECE, width), np.float32)
     steps, gains = np.zeros((_PIECE, n_rows), np.float32), np.zeros((_PIECE, n_rows), np.float32)
     results = np.empty((_PIECE, n_rows), np.float32)
-    _load_rows(address, count_channels, size, fresh, state)
+    state = _open_state(address, count_channels, size, fresh, padded)
     for channel in range(start_channel, stop_channel):
         copy_row(rates[channel - start_channel], a[channel, :size])
     for start in range(first, last, _PIECE):
@@ -193,7 +224,7 @@ def mamba1_block(x, dt, b, c, a, d, start_channel, stop_channel, first, last, ad
             for i in range(count):
                 at = (i * n_rows + row) * 4
                 scan_rows_each(
-                    state.ctypes.data + place, rates.ctypes.data + place, b_rows.ctypes.data + i * width * 4,
+                    state + place, rates.ctypes.data + place, b_rows.ctypes.data + i * width * 4,
                     c_rows.ctypes.data + i * width * 4, steps.ctypes.data + at, gains.ctypes.data + at,
                     results.ctypes.data + at, width,
                 )  # fmt: skip
@@ -201,5 +232,5 @@ def mamba1_block(x, dt, b, c, a, d, start_channel, stop_channel, first, last, ad
             for j in range(count_channels):
                 channel = start_channel + j
                 out[start + i, channel] = results[i, j] + d[channel] * x[start + i, channel]
-    _store_rows(address, count_channels, size, state)
+    _close_state(address, count_channels, size, padded)
     _keep_alive(rates, b_rows, c_rows, steps, gains, results)

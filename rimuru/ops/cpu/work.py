@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numba import carray, cfunc, njit
 
+from rimuru.ops.cpu.code_cache import code_cache
 from rimuru.ops.cpu.simd_calls import WORKER_SIGNATURE, f32_pointer, f64_at, i32_pointer, u8_pointer
 from rimuru.ops.cpu.simd_launch import address_of, launch
 
@@ -33,8 +34,9 @@ class Worker:
     @property
     def address(self) -> int:
         if self._compiled is None:
-            make = cfunc(WORKER_SIGNATURE, cache=True, error_model="numpy")
-            self._compiled = make(self._function)
+            with code_cache():
+                make = cfunc(WORKER_SIGNATURE, cache=True, error_model="numpy")
+                self._compiled = make(self._function)
         return self._compiled.address
 
 

@@ -36,6 +36,9 @@ class ReferenceOps:
     def download(self, array: Array) -> np.ndarray:
         return np.array(array)
 
+    def assign(self, target: Array, host: np.ndarray) -> None:
+        target[...] = host
+
     def weight(self, raw: np.ndarray, fmt: QuantFormat, n_in: int) -> Weight:
         rows = np.ascontiguousarray(raw).reshape(-1, fmt.row_bytes(n_in))
         return Weight(rows, fmt, len(rows), n_in)
