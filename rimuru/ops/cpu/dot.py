@@ -69,7 +69,7 @@ def _tile(kind: str, fmt: DotFormat | str, n_tokens: int, isa: Isa) -> int:
     key = kind, n_tokens, isa
     if key not in _tiles:
         emitter = dot_kernels.tile_emitter(fmt, n_tokens)
-        _tiles[key] = simd_build.build(f"tile_{kind}_{n_tokens}", 7, emitter, isa)
+        _tiles[key] = simd_build.build(f"tile_{kind}_{n_tokens}", 8, emitter, isa)
     return _tiles[key]
 
 

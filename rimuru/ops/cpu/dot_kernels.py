@@ -4,11 +4,12 @@ All kernels take addresses and counts as 64-bit integers. `n_in` is the width of
 
     rows(w, row_bytes, n_rows, x, n_in, out)                 out[r] = w[r] . x for one token
     expand(w, row_bytes, n_rows, n_in, panel)                rows -> panel, to be used by many tokens
-    tile_N(panel, panel_row_bytes, n_in, tokens, out, out_stride, offset)
-                                                             out[t][0..3] = 4 panel rows . x[tokens[t]], t = 0..N-1
+    tile_N(panel, panel_row_bytes, n_rows, n_in, tokens, out, out_stride, offset)
+                                                             out[t][r] = panel row r . x[tokens[t]] for N tokens
 
 `x` is a row of activation records (quantize_record.py) for quantised weights, and plain float32 for float weights. A
-panel row is n_super records of PANEL_BYTES, or float32 padded to 16.
+panel row is n_super records of PANEL_BYTES, or float32 padded to 16. Tiles take 4 rows at a time: they read and write
+up to 3 rows more than n_rows.
 
 The result of a (row, token) is the same in `rows` and in every `tile_N`: lane b sums block b of all superblocks in
 order, each block's integer product exact, then one fixed tree over the lanes.
@@ -185,25 +186,47 @@ def _from_panel(k: Kernel, at: V, per_16: bool, has_minimum: bool) -> Unpacked:
 
 def emit_tile(
     kind: tuple[bool, bool], n_tokens: int,
-    k: Kernel, panel: V, panel_row_bytes: V, n_in: V, tokens: V, out: V, out_stride: V, offset: V,
+    k: Kernel, panel: V, panel_row_bytes: V, n_rows: V, n_in: V, tokens: V, out: V, out_stride: V, offset: V,
 ) -> None:  # fmt: skip
     """TILE_ROWS rows x n_tokens tokens in registers."""
     per_16, has_minimum = kind
     starts = [k.load(tokens + 8 * t, I64) for t in range(n_tokens)]
-    accs = [[k.var(k.const(0.0, F32X8)) for _ in range(n_tokens)] for _ in range(TILE_ROWS)]
     offset_lanes = offset.trunc(I32).splat(8)
-    with k.loop(_n_super(n_in)) as s:
-        acts = [_Act(k, start + s * RECORD_BYTES, per_16, has_minimum, offset_lanes) for start in starts]
-        for r in range(TILE_ROWS):
-            w = _from_panel(k, panel + panel_row_bytes * r + s * PANEL_BYTES, per_16, has_minimum)
-            for t, act in enumerate(acts):
-                accs[r][t].set(_accumulate(k, accs[r][t].get(), w, act))
-    _store_tile(k, accs, out, out_stride)
+    with k.loop(n_rows, step=TILE_ROWS) as first:
+        accs = [[k.var(k.const(0.0, F32X8)) for _ in range(n_tokens)] for _ in range(TILE_ROWS)]
+        rows = [panel + (first + r) * panel_row_bytes for r in range(TILE_ROWS)]
+        with k.loop(_n_super(n_in)) as s:
+            acts = [_Act(k, start + s * RECORD_BYTES, per_16, has_minimum, offset_lanes) for start in starts]
+            for r, row in enumerate(rows):
+                w = _from_panel(k, row + s * PANEL_BYTES, per_16, has_minimum)
+                for t, act in enumerate(acts):
+                    accs[r][t].set(_accumulate(k, accs[r][t].get(), w, act))
+        _store_tile(k, accs, out + first * 4, out_stride)
+
+
+def _sum_lanes_of_rows(k: Kernel, rows: list[V]) -> V:
+    """_sum_lanes of TILE_ROWS vectors at once: the same tree, in fewer instructions."""
+    halves = [[v.low() for v in rows], [v.high() for v in rows]]
+    while True:
+        joined = [_concat_all(parts) for parts in halves]
+        total = joined[0] + joined[1]
+        n = total.type.count // TILE_ROWS  # lanes left of each row
+        if n == 1:
+            return total
+        split = [total.pick([n * r + i for r in range(TILE_ROWS) for i in range(h, h + n // 2)]) for h in (0, n // 2)]
+        halves = [[split[0]], [split[1]]]
+
+
+def _concat_all(parts: list[V]) -> V:
+    while len(parts) > 1:
+        parts = [parts[i].concat(parts[i + 1]) for i in range(0, len(parts), 2)]
+    return parts[0]
 
 
 def _store_tile(k: Kernel, accs: list[list[Var]], out: V, out_stride: V) -> None:
     for t in range(len(accs[0])):
-        k.store(k.vector([_sum_lanes(row[t].get()) for row in accs]), out + out_stride * t)
+        rows = [row[t].get() for row in accs]
+        k.store(_sum_lanes_of_rows(k, rows), out + out_stride * t)
 
 
 # ---- float weights
@@ -268,25 +291,28 @@ def emit_float_expand(name: str, k: Kernel, w: V, row_bytes: V, n_rows: V, n_in:
 
 
 def emit_float_tile(
-    n_tokens: int, k: Kernel, panel: V, panel_row_bytes: V, n_in: V, tokens: V, out: V, out_stride: V, offset: V
-) -> None:
+    n_tokens: int,
+    k: Kernel, panel: V, panel_row_bytes: V, n_rows: V, n_in: V, tokens: V, out: V, out_stride: V, offset: V,
+) -> None:  # fmt: skip
     """TILE_ROWS float rows x n_tokens tokens in registers."""
     starts = [k.load(tokens + 8 * t, I64) for t in range(n_tokens)]
-    accs = [[k.var(k.const(0.0, F32X16)) for _ in range(n_tokens)] for _ in range(TILE_ROWS)]
     whole = n_in & -16
-
-    def step(i: V, acts: list[V]) -> None:
-        for r in range(TILE_ROWS):
-            w = k.load(panel + panel_row_bytes * r + i * 4, F32X16)
-            for t, a in enumerate(acts):
-                accs[r][t].set(k.fma(w, a, accs[r][t].get()))
-
-    with k.loop(whole, step=16) as i:
-        step(i, [k.load(start + i * 4, F32X16) for start in starts])
     n_rest = n_in - whole
-    with k.when(n_rest.compare(">", 0)):
-        step(whole, [k.load_f32_head(start + whole * 4, n_rest) for start in starts])
-    _store_tile(k, accs, out, out_stride)
+    with k.loop(n_rows, step=TILE_ROWS) as first:
+        accs = [[k.var(k.const(0.0, F32X16)) for _ in range(n_tokens)] for _ in range(TILE_ROWS)]
+        rows = [panel + (first + r) * panel_row_bytes for r in range(TILE_ROWS)]
+        with k.loop(whole, step=16) as i:
+            _float_step(k, accs, rows, i, [k.load(start + i * 4, F32X16) for start in starts])
+        with k.when(n_rest.compare(">", 0)):
+            _float_step(k, accs, rows, whole, [k.load_f32_head(start + whole * 4, n_rest) for start in starts])
+        _store_tile(k, accs, out + first * 4, out_stride)
+
+
+def _float_step(k: Kernel, accs: list[list[Var]], rows: list[V], i: V, acts: list[V]) -> None:
+    for r, row in enumerate(rows):
+        w = k.load(row + i * 4, F32X16)
+        for t, a in enumerate(acts):
+            accs[r][t].set(k.fma(w, a, accs[r][t].get()))
 
 
 def rows_emitter(fmt: DotFormat | str) -> Emitter:

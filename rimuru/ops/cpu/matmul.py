@@ -46,9 +46,7 @@ def panel_products(panel, panel_row_bytes, n_rows, n_in, tokens, n_tokens, out, 
             n, tile = 2, tile_2
         else:
             n, tile = 1, tile_1
-        for r in range(0, n_rows, 4):
-            at = out + t * out_stride + r * 4
-            call(tile, (panel + r * panel_row_bytes, panel_row_bytes, n_in, tokens + 8 * t, at, out_stride, offset))
+        call(tile, (panel, panel_row_bytes, n_rows, n_in, tokens + 8 * t, out + t * out_stride, out_stride, offset))
         t += n
 
 

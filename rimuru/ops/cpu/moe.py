@@ -36,9 +36,9 @@ from rimuru.ops.cpu.simd_calls import (
 from rimuru.ops.cpu.simd_launch import address_of, aligned_empty, launch, workspace
 from rimuru.ops.cpu.work import Worker
 
-TILE_TOKENS = 64
+TILE_TOKENS = 128
 UP_ROWS = 64
-DOWN_ROWS = 128
+DOWN_ROWS = 64
 _BUFFER_FLOATS = TILE_TOKENS * DOWN_ROWS + PANEL_ROWS  # the last tile of a panel writes up to 4 rows
 
 # ---- context: header, then the descriptions of gate, up, down
