@@ -1,4 +1,4 @@
-"""Runs a batch through the model. The CPU's runner; the CUDA one replays graphs behind the same two calls."""
+"""Runs a batch through the model: decode batches by the backend's replay, everything else directly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from rimuru.batch import Batch
 from rimuru.forward.model import Model
-from rimuru.ops.base import Array, Ops
+from rimuru.ops.base import Array, Ops, Step
 
 
 class Runner:
@@ -18,10 +18,17 @@ class Runner:
         self.model, self.ops = model, ops
 
     def run(self, batch: Batch) -> Array:
-        """float32 [R, n_vocab] for Batch.logit_rows, R at most the model's max_logit_rows."""
+        """float32 [R, n_vocab] for Batch.logit_rows, R at most the model's max_logit_rows; None where R is 0."""
+        n_rows = len(batch.logit_rows)
+        if batch.is_decode and n_rows == batch.n_seqs:
+            return self.ops.run_decode(batch, self._decode)[:n_rows]
         step = self.ops.stage(batch)
         self.model.hidden(step)
-        return self.model.logits(step, step.logit_rows, len(batch.logit_rows)) if len(batch.logit_rows) else None
+        return self.model.logits(step, step.logit_rows, n_rows) if n_rows else None
+
+    def _decode(self, step: Step) -> Array:
+        self.model.hidden(step)
+        return self.model.logits(step, step.logit_rows, step.host.n_seqs)
 
     def run_scored(self, batch: Batch) -> Iterator[np.ndarray]:
         """float32 [r, n_vocab] host arrays that together hold the logits of Batch.logit_rows, in order."""

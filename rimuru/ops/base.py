@@ -11,7 +11,7 @@ that token's inputs and the cache, in a fixed order of sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -166,6 +166,9 @@ class Ops(Protocol):
     def download(self, array: Array) -> np.ndarray:
         """A host copy of a device array; waits for pending work on it."""
 
+    def assign(self, target: Array, host: np.ndarray) -> None:
+        """Write host values over a device array of the same shape and type, in order with the work queued before."""
+
     def weight(self, raw: np.ndarray, fmt: QuantFormat, n_in: int) -> Weight:
         """Upload the raw bytes of a matrix with rows of n_in elements."""
 
@@ -183,6 +186,22 @@ class Ops(Protocol):
 
     def stage(self, batch: Batch) -> Step:
         """Bring a batch to the device."""
+
+    def run_decode(self, batch: Batch, forward: Callable[[Step], Array]) -> Array:
+        """forward(step) of a batch in which every sequence brings one token and wants its logits.
+
+        A device may pad the batch (up to padded_sequences(S)) and replay what it captured; rows beyond S of the result
+        hold nothing of use.
+        """
+
+    def padded_sequences(self, n_seqs: int) -> int:
+        """Most sequences that `run_decode` may pad a batch of n_seqs to: what buffers must hold."""
+
+    def reserve(self, max_tokens: int, max_seqs: int, kv_table_entries: int, state_columns: int) -> int:
+        """Make what the largest step needs besides the workspace, so that no step allocates; its bytes.
+
+        kv_table_entries = KV groups x sequences x blocks; state_columns = SSM and conv columns of a sequence.
+        """
 
     def synchronize(self) -> None:
         """Wait until all queued work is done."""
@@ -209,8 +228,8 @@ class Ops(Protocol):
     def glu(self, gate: Array | None, up: Array, activation: ActivationName, out: Act) -> None:
         """out = act(gate) * up, or act(up) where gate is None. gate, up [T, w].
 
-        silu: z sigmoid(z); gelu_tanh; relu2: max(0, z)^2; identity: z; swiglu_oai: g = min(gate, 7), u = clamp(up, -7, 7),
-        g sigmoid(1.702 g) (u + 1).
+        silu: z sigmoid(z); gelu_tanh; relu2: max(0, z)^2; identity: z;
+        swiglu_oai: g = min(gate, 7), u = clamp(up, -7, 7), g sigmoid(1.702 g) (u + 1).
         """
 
     def multiply(self, a: Array, b: Array, out: Act) -> None:

@@ -6,7 +6,7 @@ is the truth that kernels are compared with. Stored things (KV elements, states)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,15 @@ class ReferenceOps:
             fresh_state=batch.fresh_state,
             logit_rows=batch.logit_rows,
         )
+
+    def run_decode(self, batch: Batch, forward: Callable[[Step], Array]) -> Array:
+        return forward(self.stage(batch))
+
+    def padded_sequences(self, n_seqs: int) -> int:
+        return n_seqs
+
+    def reserve(self, max_tokens: int, max_seqs: int, kv_table_entries: int, state_columns: int) -> int:
+        return 0
 
     def synchronize(self) -> None:
         """Nothing is ever queued."""
