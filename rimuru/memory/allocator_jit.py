@@ -30,13 +30,15 @@ FREE, USED, OPEN, CURSOR = range(7, 11)
 N_META = 11
 
 STATE, NEXT, PREV, OWNER = range(4)  # columns of child, int32 [n, 4]: 16 bytes, one cache line touched per page
+# NEXT: in the parent's list of free children; PREV: only in the ring of free huge pages
 P_USED, P_FIRST, P_FRESH, P_PREV, P_NEXT = range(5)  # columns of parent, int32 [m, 5]
 
 S_FREE, S_USED, S_SPLIT, S_HELD, S_MARK = range(5)
 """States of a child. S_HELD (huge pages): not in the pool now, or isolated and empty. S_MARK: within free only."""
 
 DETACHED = -3
-WORD = 62  # fill levels per word of bits; below 63 so that masks stay positive
+WORD_BITS = 5
+WORD = 1 << WORD_BITS  # fill levels per word of bits; below 63 so that masks stay positive
 
 
 class State(NamedTuple):
@@ -53,7 +55,7 @@ class State(NamedTuple):
 def _top_bit(x):
     """Number of the highest bit set in x > 0."""
     n = 0
-    for shift in (32, 16, 8, 4, 2, 1):
+    for shift in (16, 8, 4, 2, 1):
         if x >> shift:
             x >>= shift
             n += shift
@@ -64,8 +66,8 @@ def _top_bit(x):
 def fullest(s, kind, most_used):
     """The fullest partly used, attached parent with at most `most_used` children in use; -1 = none."""
     at = s.meta[kind, BITS_AT]
-    w = most_used // WORD
-    word = s.bits[at + w] & ((1 << (most_used % WORD + 1)) - 1)
+    w = most_used >> WORD_BITS
+    word = s.bits[at + w] & ((1 << ((most_used & (WORD - 1)) + 1)) - 1)
     while word == 0:
         w -= 1
         if w < 0:
@@ -88,7 +90,7 @@ def link(s, kind, p):
     if head >= 0:
         s.parent[at + head, P_PREV] = p
     else:
-        s.bits[s.meta[kind, BITS_AT] + used // WORD] |= 1 << (used % WORD)
+        s.bits[s.meta[kind, BITS_AT] + (used >> WORD_BITS)] |= 1 << (used & (WORD - 1))
     s.heads[bucket] = p
 
 
@@ -108,7 +110,7 @@ def unlink(s, kind, p):
         return
     s.heads[s.meta[kind, BUCKET_AT] + used] = after
     if after < 0:
-        s.bits[s.meta[kind, BITS_AT] + used // WORD] &= ~(1 << (used % WORD))
+        s.bits[s.meta[kind, BITS_AT] + (used >> WORD_BITS)] &= ~(1 << (used & (WORD - 1)))
 
 
 @njit(cache=True, nogil=True, fastmath=False)
@@ -174,10 +176,7 @@ def _pop(s, kind, p, state, owner):
     rec = s.meta[kind, PARENT_AT] + p
     c = s.parent[rec, P_FIRST]
     if c >= 0:
-        after = s.child[at + c, NEXT]
-        s.parent[rec, P_FIRST] = after
-        if after >= 0:
-            s.child[at + after, PREV] = -1
+        s.parent[rec, P_FIRST] = s.child[at + c, NEXT]
     else:
         c = p * s.meta[kind, N_CHILD] + s.parent[rec, P_FRESH]
         s.parent[rec, P_FRESH] += 1
@@ -192,12 +191,8 @@ def _push(s, kind, p, c):
     """Child c of p is free again. The caller settles p's fill level."""
     at = s.meta[kind, CHILD_AT]
     rec = s.meta[kind, PARENT_AT] + p
-    first = s.parent[rec, P_FIRST]
     s.child[at + c, STATE] = S_FREE
-    s.child[at + c, NEXT] = first
-    s.child[at + c, PREV] = -1
-    if first >= 0:
-        s.child[at + first, PREV] = c
+    s.child[at + c, NEXT] = s.parent[rec, P_FIRST]
     s.parent[rec, P_FIRST] = c
 
 
@@ -213,10 +208,12 @@ def take(s, kind, c, owner):
     while s.parent[rec, P_FRESH] <= c % n_child:
         _push(s, kind, p, p * n_child + s.parent[rec, P_FRESH])
         s.parent[rec, P_FRESH] += 1
-    before = s.child[at + c, PREV]
+    before = -1
+    listed = s.parent[rec, P_FIRST]
+    while listed != c:  # at most one parent's children; only experts are taken by number
+        before = listed
+        listed = s.child[at + listed, NEXT]
     after = s.child[at + c, NEXT]
-    if after >= 0:
-        s.child[at + after, PREV] = before
     if before >= 0:
         s.child[at + before, NEXT] = after
     else:
@@ -328,8 +325,9 @@ def free(s, kind, ids):
     i = 0
     while i < n:
         p = int(ids[i]) // n_child
+        first, stop = p * n_child, (p + 1) * n_child
         start = i
-        while i < n and int(ids[i]) // n_child == p:
+        while i < n and first <= ids[i] < stop:
             _push(s, kind, p, int(ids[i]))
             i += 1
         _settle(s, kind, p, i - start)

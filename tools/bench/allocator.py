@@ -101,7 +101,7 @@ def measure_experts(allocator: PageAllocator, n_pages: int, repeats: int) -> flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pool-gib", type=float, default=24, help="size of the pool (nothing is really allocated)")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=25, help="the fastest run counts")
     args = parser.parse_args()
     layout = hybrid_layout()
     allocator = PageAllocator(layout, int(args.pool_gib * 2**30) // layout.huge_bytes)
