@@ -22,22 +22,25 @@ def resize_pool(pool: PagePool, room: CompactingRoom, scheduler: Scheduler, pool
     layout = pool.layout
     if pool_bytes < least_bytes:
         raise NotEnoughMemoryError(
-            f"the pool needs at least {human_bytes(least_bytes)}, {human_bytes(max(pool_bytes, 0))} would be left for it"
+            f"the pool needs at least {human_bytes(least_bytes)}, "
+            f"{human_bytes(max(pool_bytes, 0))} would be left for it"
         )
     n_huge = pool_bytes // layout.huge_bytes
     if n_huge > pool.allocator.max_huge:
         raise NotEnoughMemoryError(
-            f"the pool can grow to {human_bytes(pool.allocator.max_huge * layout.huge_bytes)}; start again with more --memory"
+            f"the pool can grow to {human_bytes(pool.allocator.max_huge * layout.huge_bytes)}; "
+            "start again with more --memory"
         )
     if n_huge >= pool.allocator.n_huge:
         pool.grow(n_huge * layout.huge_bytes)
         return
+    room.before_moves()
     plan = plan_shrink(pool.allocator, n_huge)
     while plan is None:
         if not _give_up_something(pool, room, scheduler, n_huge):
             raise NotEnoughMemoryError(
-                f"the pool cannot shrink to {human_bytes(pool_bytes)}: loading buffers or experts that are fixed in number "
-                "lie in what would go"
+                f"the pool cannot shrink to {human_bytes(pool_bytes)}: loading buffers, or experts whose number is "
+                "fixed, lie in what would go"
             )
         plan = plan_shrink(pool.allocator, n_huge)
     assert pool.copier is not None

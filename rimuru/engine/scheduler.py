@@ -4,17 +4,22 @@ Continuous batching under a token budget: running sequences first in arrival ord
 so they never starve behind a prompt), then waiting ones are admitted while budget, places and pages last. A sequence
 that cannot get its pages makes the youngest one give way (preemption by recompute); the oldest always advances.
 
+Admission is optimistic: what is known of a request must fit. With `reserve` its longest possible answer must fit too
+and gets its pages at once, so that nobody ever gives way.
+
 Knows memory only through SequenceCache and `Room`; runs without weights.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import Literal, Protocol
 
 from rimuru.base.errors import NotEnoughMemoryError
 from rimuru.plan import PlannedTokens, StepPlan
 from rimuru.request import Sequence
+
+Admission = Literal["optimistic", "reserve"]
 
 
 class Hit(Protocol):
@@ -28,28 +33,45 @@ class SequencePages(Protocol):
     def open(self, seq_id: int, token_ids: list[int]) -> Hit: ...
     def can_extend(self, seq_id: int, n_tokens: int) -> bool: ...
     def extend(self, seq_id: int, n_tokens: int) -> bool: ...
+    def retract(self, seq_id: int) -> None: ...
     def release(self, seq_id: int, keep_prefix: bool = True) -> None: ...
 
 
 class Room(Protocol):
     """Makes pages free by giving up something cheaper than a running request: experts."""
 
-    def make(self, seq_id: int, n_tokens: int) -> bool:
-        """Free what `extend(seq_id, n_tokens)` needs; False if nothing can be given up."""
+    def make(self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False) -> bool:
+        """Free what `extend(seq_id, n_tokens)` needs; False if nothing can, or should, be given up.
+
+        n_running: requests that a longer step would slow down; is_running: this one is among them, else it is new.
+        """
+
+    def adjust(self, n_running: int) -> None:
+        """Everything that this step needs has been asked for: use what is left. Once per step."""
 
 
 class NoRoom:
     """For engines whose pool holds nothing that could be given up."""
 
-    def make(self, seq_id: int, n_tokens: int) -> bool:
+    def make(self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False) -> bool:
         return False
+
+    def adjust(self, n_running: int) -> None:
+        return None
 
 
 class Scheduler:
     """Holds the waiting and the running sequences. `schedule` plans a step; `finish` takes a sequence out."""
 
-    def __init__(self, cache: SequencePages, room: Room, max_step_tokens: int, max_sequences: int) -> None:
-        self.cache, self.room = cache, room
+    def __init__(
+        self,
+        cache: SequencePages,
+        room: Room,
+        max_step_tokens: int,
+        max_sequences: int,
+        admission: Admission = "optimistic",
+    ) -> None:
+        self.cache, self.room, self.admission = cache, room, admission
         self.max_step_tokens, self.max_sequences = max_step_tokens, max_sequences
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -72,6 +94,7 @@ class Scheduler:
         budget = self._continue_running(plan)
         if not plan.preempted:
             self._admit(plan, budget)
+        self.room.adjust(len(self.running))
         return plan
 
     def _continue_running(self, plan: StepPlan) -> int:
@@ -96,7 +119,7 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, n_tokens: int, plan: StepPlan) -> bool:
         """Pages for n_tokens more tokens, taken from experts or from the youngest running sequence if need be."""
         while not self.cache.extend(sequence.seq_id, n_tokens):
-            if self.room.make(sequence.seq_id, n_tokens):
+            if self.room.make(sequence.seq_id, n_tokens, len(self.running), True):
                 continue
             victim = self.running[-1]
             self._preempt(victim, plan)
@@ -128,7 +151,7 @@ class Scheduler:
             sequence = self.waiting[0]
             n_reused = self.cache.open(sequence.seq_id, sequence.tokens).n_cached_tokens
             n_tokens = min(sequence.n_tokens - n_reused, budget)
-            if not self._fits_whole(sequence, n_reused) or not self.cache.extend(sequence.seq_id, n_tokens):
+            if not self._fits(sequence, n_reused) or not self.cache.extend(sequence.seq_id, n_tokens):
                 self.cache.release(sequence.seq_id)
                 if self.running:
                     return
@@ -152,12 +175,20 @@ class Scheduler:
         )
         plan.failed.append(sequence)
 
-    def _fits_whole(self, sequence: Sequence, n_reused: int) -> bool:
-        """Whether pages for all known tokens and the next can be had now, so that a prompt is not begun in vain."""
-        wanted = sequence.n_tokens - n_reused + 1
-        while not self.cache.can_extend(sequence.seq_id, wanted):
-            if not self.room.make(sequence.seq_id, wanted):
-                return False
+    def _fits(self, sequence: Sequence, n_reused: int) -> bool:
+        """Whether pages for all known tokens and the next can be had now, so that a prompt is not begun in vain.
+        With `reserve`: for the longest answer, and they are taken."""
+        n_final = sequence.n_tokens + 1
+        if self.admission == "reserve":
+            n_final = min(sequence.n_prompt + sequence.params.max_tokens, sequence.max_total_tokens)
+        wanted, seq_id = max(n_final, sequence.n_tokens) - n_reused, sequence.seq_id
+        if not self.cache.can_extend(seq_id, wanted) and not (
+            self.room.make(seq_id, wanted, len(self.running)) and self.cache.can_extend(seq_id, wanted)
+        ):
+            return False
+        if self.admission == "reserve":
+            self.cache.extend(seq_id, wanted)
+            self.cache.retract(seq_id)  # the pages stay with it; nothing has been written yet
         return True
 
     def remove(self, sequence: Sequence, keep_prefix: bool = True) -> None:

@@ -22,6 +22,7 @@ from rimuru.experts.residency import Residency
 from rimuru.experts.source import ExpertSource
 from rimuru.experts.store import StoreCounters
 from rimuru.forward.context import Wave
+from rimuru.memory.adjuster import StepRates
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import ExpertLayout
 from rimuru.memory.views import ExpertView
@@ -53,6 +54,7 @@ class DeviceExpertStore:
         self.quotas, self.may_grow, self.n_threads = quotas, may_grow, n_threads
         self.residency = Residency(layout)
         self.counters = StoreCounters()
+        self.rates = StepRates()
         self.arena = HostArena(copier.alloc_host, ram_bytes)
         self._host: dict[tuple[int, int], np.ndarray] = {}
         self._mirror = ops.upload(view.table.values)
@@ -143,8 +145,8 @@ class DeviceExpertStore:
         return self.view.place_elsewhere(slot, expert, base + offsets)
 
     # ---- moving
-    def shrink(self, n_experts: int) -> int:
-        """Give up the coldest residents; returns how many left. Only between steps."""
+    def shrink(self, n_experts: int) -> list[tuple[int, int]]:
+        """Give up the coldest residents; (slot, expert) of those that left. Only between steps."""
         victims = self.residency.coldest(n_experts)
         page_bytes = self.layout.page_bytes
         for slot, expert in victims:
@@ -158,10 +160,10 @@ class DeviceExpertStore:
             pages = self._place_in_host(slot, expert)
             assert pages is not None
             self.pool.free("expert", pages)
-        return len(victims)
+        return victims
 
-    def expand(self, n_experts: int) -> int:
-        """Bring the hottest non-residents into free pages; returns how many came. Only between steps."""
+    def expand(self, n_experts: int) -> list[tuple[int, int]]:
+        """Bring the hottest non-residents into free pages; (slot, expert) of those that came. Only between steps."""
         coming = []
         for slot, expert in self.residency.hottest_absent(n_experts):
             pages = self.pool.allocate_expert(int(self.residency.n_pages[slot]))
@@ -173,12 +175,15 @@ class DeviceExpertStore:
         for slot, expert, pages in coming:
             self._settle(slot, expert, pages)
             self.arena.give_back(self._host.pop((slot, expert)))
-        return len(coming)
+        return [(slot, expert) for slot, expert, _ in coming]
+
+    def finish_reads(self) -> None:
+        """Every copy has been waited for when `expand` returns."""
 
     # ---- state
     def begin_step(self) -> None:
         """A new step starts: what changed in the table goes to the device."""
-        self.residency.step += 1
+        self.residency.begin_step()
         if self.view.publish(None):
             self.ops.assign(self._mirror, self.view.table.values)
 

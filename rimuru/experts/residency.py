@@ -1,71 +1,149 @@
-"""Which experts are resident, how lately each was used, and who leaves next."""
+"""Which experts are resident, how warm each one is, and who leaves or enters next.
+
+Two orders of warmth, both kept up to date all the time, so that changing between them costs nothing:
+
+    hotset    measured routing probability: tokens that chose the expert, older ones counting less and less. An offline
+              profile is where it starts. Residents are a prefix of this order: nobody enters who is colder than the
+              one who would have to leave.
+    recency   the step of the last use; among equals the measured probability. Whoever was just read enters.
+
+`auto` takes recency while few tokens run together and the hot set beyond that (figures in tools/LOG.md).
+"""
 
 from __future__ import annotations
+
+import math
+from typing import Literal
 
 import numpy as np
 
 from rimuru.base.errors import AuditError
+from rimuru.experts.residency_jit import coldest_of_layer, note_uses, smallest
 from rimuru.memory.specs import ExpertLayout
 
+ResidencyPolicy = Literal["auto", "hotset", "recency"]
 NEVER = -1
+DECAY_TOKENS = 2000.0
+"""A choice counts 1/e after so many tokens."""
+PROFILE_TOKENS = 500.0
+"""What an offline profile weighs against tokens that were seen while serving."""
+AUTO_RECENCY_TOKENS = 24.0
+"""Mean tokens in a step up to which `auto` goes by recency."""
+_SMOOTHING = 0.05
+_RESCALE_AT = 1e100
+_TIE = 1e-9
 
 
 class Residency:
-    """Recency of every (layer slot, expert) as arrays [n_slots, max experts].
+    """State of every (layer slot, expert) as arrays [n_slots, max experts].
 
     Stamps are step numbers, not times: within a step all layers look equally recent. Plain recency over layers would
     throw out exactly the layers that come next, because they were used the longest ago.
     """
 
-    def __init__(self, layout: ExpertLayout) -> None:
-        self.layout = layout
+    def __init__(self, layout: ExpertLayout, policy: ResidencyPolicy = "auto") -> None:
+        self.layout, self.policy = layout, policy
         n_slots = len(layout.layers)
         width = max(layer.n_experts for layer in layout.layers)
+        n_experts = np.array([layer.n_experts for layer in layout.layers], np.int64)
+        self.exists = np.arange(width)[None, :] < n_experts[:, None]
         self.resident = np.zeros((n_slots, width), np.bool_)
         self.last_used = np.full((n_slots, width), NEVER, np.int64)
-        self.n_uses = np.zeros((n_slots, width), np.int64)
+        self.scores = np.zeros((n_slots, width), np.float64)
+        """Decayed counts of tokens, times `_weight`."""
         self.n_pages = np.array([layer.n_pages for layer in layout.layers], np.int64)
         self.step = 0
+        self.step_tokens = 1.0
+        """Smoothed number of tokens in a step."""
+        self._weight = 1.0
+        self._seen_tokens = 0.0
+        self._tie = _TIE * np.arange(width, 0, -1, dtype=np.float64)  # unknown experts: low ids first, all layers alike
 
+    # ---- what was used
+    def begin_step(self, n_tokens: int = 1) -> None:
+        """A step of n_tokens tokens starts: older choices count less."""
+        self.step += 1
+        self.step_tokens += _SMOOTHING * (n_tokens - self.step_tokens)
+        growth = math.exp(n_tokens / DECAY_TOKENS)
+        self._weight *= growth
+        self._seen_tokens = self._seen_tokens / growth + n_tokens
+        if self._weight > _RESCALE_AT:
+            self.scores /= self._weight
+            self._weight = 1.0
+
+    def touch(self, slot: int, experts: np.ndarray, counts: np.ndarray) -> None:
+        """Note that the running step uses these experts, each for `counts` tokens."""
+        note_uses(self.last_used[slot], self.scores[slot], experts, counts, self.step, self._weight)
+
+    def load_profile(self, probabilities: np.ndarray) -> None:
+        """Start from measured probabilities, float [n_slots, width]: how likely a token chooses each expert."""
+        self.scores += probabilities * PROFILE_TOKENS * self._weight
+        self._seen_tokens += PROFILE_TOKENS
+
+    def probabilities(self) -> np.ndarray:
+        """Measured probability that a token chooses each expert, float64 [n_slots, width]."""
+        return self.scores / (self._weight * max(self._seen_tokens, 1.0))
+
+    def use_probability(self, indices: np.ndarray) -> np.ndarray:
+        """Probability that a step of the present size uses each of these experts (flat indices), float64 [n]."""
+        chosen = self.scores.reshape(-1)[indices] / (self._weight * max(self._seen_tokens, 1.0))
+        return 1.0 - (1.0 - np.minimum(chosen, 1.0)) ** max(self.step_tokens, 1.0)
+
+    # ---- who is warm
+    @property
+    def by_recency(self) -> bool:
+        """The order that holds now."""
+        return self.policy == "recency" or (self.policy == "auto" and self.step_tokens <= AUTO_RECENCY_TOKENS)
+
+    def keys(self, slot: int | slice = slice(None)) -> np.ndarray:
+        """Warmth of experts, float64 of the shape of a row (or of all rows): more is warmer."""
+        shares = self.scores[slot] / (self._weight * max(self._seen_tokens, 1.0))
+        if self.by_recency:
+            return self.last_used[slot] + np.minimum(shares, 0.999) + self._tie
+        return shares + self._tie
+
+    def victim(self, slot: int, in_use: np.ndarray, newcomer: int) -> int | None:
+        """The coldest resident of a layer that is not in_use (bool [width]) and may give way to the newcomer."""
+        keys = self.keys(slot)
+        found = int(coldest_of_layer(keys, self.resident[slot], in_use))
+        if found < 0 or (not self.by_recency and keys[found] >= keys[newcomer]):
+            return None
+        return found
+
+    def coldest(self, n_experts: int) -> list[tuple[int, int]]:
+        """(slot, expert) of the n coldest residents over all layers, the coldest first."""
+        return [self.place_of(index) for index in self.coldest_indices(n_experts)]
+
+    def coldest_indices(self, n_experts: int) -> np.ndarray:
+        """The same as flat indices slot * width + expert, int64."""
+        return smallest(self.keys().reshape(-1), self.resident.reshape(-1), n_experts)
+
+    def hottest_absent(self, n_experts: int) -> list[tuple[int, int]]:
+        """(slot, expert) of the n hottest non-residents, the hottest first; never used ones last, low ids first."""
+        found = smallest(-self.keys().reshape(-1), (self.exists & ~self.resident).reshape(-1), n_experts)
+        return [self.place_of(index) for index in found]
+
+    def hottest(self) -> list[tuple[int, int]]:
+        """(slot, expert) of all experts, the hottest first: the order in which to fill an empty pool."""
+        keys = np.where(self.exists, self.keys(), -np.inf).reshape(-1)
+        return [self.place_of(index) for index in np.argsort(-keys, kind="stable")[: int(self.exists.sum())]]
+
+    def place_of(self, index: int) -> tuple[int, int]:
+        """(slot, expert) of a flat index."""
+        slot, expert = divmod(int(index), self.resident.shape[1])
+        return slot, expert
+
+    # ---- reports
     @property
     def n_resident(self) -> int:
-        return int(self.resident.sum())
+        return int(np.count_nonzero(self.resident))
 
     def resident_per_layer(self) -> list[int]:
         return [int(n) for n in self.resident.sum(axis=1)]
 
-    def touch(self, slot: int, experts: np.ndarray, counts: np.ndarray) -> None:
-        """Note that the running step uses these experts, each for `counts` tokens."""
-        self.last_used[slot, experts] = self.step
-        self.n_uses[slot, experts] += counts
-
-    def victim(self, slot: int, in_use: np.ndarray) -> int | None:
-        """The resident of a layer that was used the longest ago and is not in_use (bool [width]); lowest id on ties."""
-        candidates = np.flatnonzero(self.resident[slot] & ~in_use)
-        if not len(candidates):
-            return None
-        return int(candidates[np.argmin(self.last_used[slot, candidates])])
-
-    def coldest(self, n_experts: int) -> list[tuple[int, int]]:
-        """(slot, expert) of the n coldest residents over all layers: longest unused first, then fewest uses, then the
-        layer that has most of its experts resident."""
-        slots, experts = np.nonzero(self.resident)
-        share = self.resident.sum(axis=1)[slots] / np.array([layer.n_experts for layer in self.layout.layers])[slots]
-        order = np.lexsort((experts, slots, -share, self.n_uses[slots, experts], self.last_used[slots, experts]))
-        return [(int(slots[i]), int(experts[i])) for i in order[:n_experts]]
-
-    def hottest_absent(self, n_experts: int) -> list[tuple[int, int]]:
-        """(slot, expert) of the n hottest non-residents: most lately used first, then most used; experts never used
-        come last, spread evenly over the layers."""
-        exists = np.arange(self.resident.shape[1])[None, :] < np.array(
-            [layer.n_experts for layer in self.layout.layers]
-        ).reshape(-1, 1)
-        slots, experts = np.nonzero(~self.resident & exists)
-        order = np.lexsort((slots, experts, -self.n_uses[slots, experts], -self.last_used[slots, experts]))
-        return [(int(slots[i]), int(experts[i])) for i in order[:n_experts]]
-
     def audit(self) -> None:
         """Raise unless every flag belongs to an expert that exists."""
-        for slot, layer in enumerate(self.layout.layers):
-            if self.resident[slot, layer.n_experts :].any():
-                raise AuditError(f"layer slot {slot} has residents beyond its {layer.n_experts} experts")
+        wrong = self.resident & ~self.exists
+        if wrong.any():
+            slot = int(np.flatnonzero(wrong.any(axis=1))[0])
+            raise AuditError(f"layer slot {slot} has residents beyond its {self.layout.layers[slot].n_experts} experts")

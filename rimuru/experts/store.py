@@ -10,21 +10,30 @@ one group of experts computes, the next is being read. Placement never changes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import time
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from rimuru.base.errors import AuditError, NotEnoughMemoryError
-from rimuru.experts.residency import Residency
+from rimuru.base.errors import NotEnoughMemoryError
+from rimuru.experts.residency import ResidencyPolicy
+from rimuru.experts.residents import ResidentSet
 from rimuru.experts.source import ExpertSource
 from rimuru.forward.context import Wave
+from rimuru.memory.adjuster import StepRates
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import ExpertLayout
 from rimuru.memory.views import ExpertView
 from rimuru.ops.base import Array, Copier, ExpertTable
 from rimuru.ops.host import bytes_at
+
+log = logging.getLogger(__name__)
+
+MOST_COUNTED_TOKENS = 96
+"""A long prompt piece counts as a step of so many tokens where residency asks how many run together."""
 
 
 @dataclass(slots=True)
@@ -41,12 +50,23 @@ class StoreCounters:
         return self.n_hits / self.n_asked if self.n_asked else 1.0
 
 
-class HostExpertStore:
-    """Experts of a model whose pool is host memory.
+@dataclass(slots=True)
+class _StepClock:
+    """What one step took: seconds, tokens, and bytes read because it asked for them."""
+
+    began: float = 0.0
+    last: float = 0.0
+    waited_s: float = 0.0
+    read_s: float = 0.0
+    """All reads together, which run side by side."""
+    link_bytes: int = 0
+    n_tokens: int = 0
+
+
+class HostExpertStore(ResidentSet):
+    """Experts of a model whose pool is host memory; quotas and may_grow as ResidentSet says.
 
     n_buffers: experts that loading buffers can hold at once (an even number of at least 2; taken from the pool now).
-    quotas: most residents per layer slot, or None where free pages decide.
-    may_grow(n_pages): whether the pool has so many expert pages to spare for one more resident.
     """
 
     def __init__(
@@ -62,11 +82,16 @@ class HostExpertStore:
         may_grow: Callable[[int], bool],
         fill_on_read: bool = True,
         n_threads: int = 2,
+        residency: ResidencyPolicy = "auto",
     ) -> None:
-        self.layout, self.pool, self.view, self.source, self.copier = layout, pool, view, source, copier
-        self.quotas, self.may_grow, self.fill_on_read = quotas, may_grow, fill_on_read
-        self.residency = Residency(layout)
+        super().__init__(layout, pool, view, quotas, may_grow, fill_on_read, residency)
+        self.source, self.copier, self.n_threads = source, copier, n_threads
         self.counters = StoreCounters()
+        self.rates = StepRates()
+        self._loading: dict[tuple[int, int], tuple[np.ndarray, Future[float]]] = {}
+        self._unreadable: set[tuple[int, int]] = set()
+        self._clock = _StepClock()
+        self._open_waves: Generator[Wave, None, None] | None = None
         self._executor = ThreadPoolExecutor(n_threads, thread_name_prefix="rimuru-read")
         self._tables = [
             ExpertTable(layer, layout.page_bytes, view.layer(slot), biases[slot])
@@ -90,22 +115,37 @@ class HostExpertStore:
     # ---- what layers ask
     def waves(self, layer_slot: int, ids: Array) -> Iterator[Wave]:
         """See forward.context.ExpertReader. Experts are grouped so that each is active in exactly one wave."""
+        self._end_waves()
+        self._open_waves = self._waves(layer_slot, ids)
+        return self._open_waves
+
+    def _end_waves(self) -> None:
+        """The last layer's waves are over, also where the step failed between two of them and its traceback keeps the
+        generator alive: buffers and pages that were being filled are given back now."""
+        if self._open_waves is not None:
+            self._open_waves.close()
+            self._open_waves = None
+
+    def _waves(self, layer_slot: int, ids: Array) -> Generator[Wave, None, None]:
         experts, counts = np.unique(ids, return_counts=True)
         residency, table = self.residency, self._tables[layer_slot]
+        self._settle_arrived(layer_slot, experts)
         residency.touch(layer_slot, experts, counts)
+        self._clock.n_tokens = max(self._clock.n_tokens, len(ids))
         resident = residency.resident[layer_slot, experts]
         self.counters.n_asked += len(experts)
         self.counters.n_hits += int(resident.sum())
         missing = experts[~resident]
         if not len(missing):
             yield Wave(table, None)
-            return
-        yield from self._waves_with_reads(layer_slot, table, experts, experts[resident], missing)
+        else:
+            yield from self._waves_with_reads(layer_slot, table, experts, experts[resident], missing)
+        self._clock.last = time.perf_counter()
 
     def _waves_with_reads(
         self, slot: int, table: ExpertTable, experts: np.ndarray, resident: np.ndarray, missing: np.ndarray
     ) -> Iterator[Wave]:
-        fills = self._claim_pages(slot, experts, missing)
+        fills = self.claim_pages(slot, experts, missing)
         half = len(self._buffers) // 2
         halves = (self._buffers[:half], self._buffers[half:])
         rest = missing[len(fills) :]
@@ -118,7 +158,7 @@ class HostExpertStore:
             for number, group in enumerate(groups):
                 self._wait_for(pending)
                 for expert, pages in unsettled:
-                    self._settle(slot, expert, pages)
+                    self.settle(slot, expert, pages)
                 active = np.concatenate([np.array([e for e, _ in unsettled], np.int64), group])
                 unsettled = []
                 if number + 1 < len(groups):
@@ -129,7 +169,7 @@ class HostExpertStore:
             for future in pending:
                 future.exception()
             for _, pages in unsettled:
-                self.pool.free("expert", pages)
+                self.give_up(pages)
 
     def _with_buffers(
         self, slot: int, table: ExpertTable, group: np.ndarray, buffers: list[np.ndarray], active: np.ndarray
@@ -150,48 +190,7 @@ class HostExpertStore:
         active[experts] = True
         return active
 
-    # ---- residents
-    def _claim_pages(self, slot: int, in_use: np.ndarray, missing: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        """Pages for as many of the missing experts as policy allows: free ones, or those of the layer's victims."""
-        fills: list[tuple[int, np.ndarray]] = []
-        if not self.fill_on_read:
-            return fills
-        busy = np.zeros(self.residency.resident.shape[1], np.bool_)
-        busy[in_use] = True
-        for expert in missing.tolist():
-            pages = self._grow(slot, len(fills))
-            if pages is None:
-                victim = self.residency.victim(slot, busy)
-                if victim is None:
-                    break
-                pages = self._take_out(slot, victim)
-            fills.append((expert, pages))
-        return fills
-
-    def _grow(self, slot: int, n_claimed: int) -> np.ndarray | None:
-        """Pages for one more resident of a layer, where quota or free pages allow one."""
-        n_pages = int(self.residency.n_pages[slot])
-        if self.quotas is not None:
-            if int(self.residency.resident[slot].sum()) + n_claimed >= self.quotas[slot]:
-                return None
-        elif not self.may_grow(n_pages):
-            return None
-        return self.pool.allocate_expert(n_pages)
-
-    def _take_out(self, slot: int, expert: int) -> np.ndarray:
-        """Make a resident absent; returns its pages, still allocated."""
-        pages = self.view.place_elsewhere(slot, expert, 0)
-        assert pages is not None, "only a resident can be taken out"
-        self.residency.resident[slot, expert] = False
-        return pages
-
-    def shrink(self, n_experts: int) -> int:
-        """Give up the coldest residents; returns how many left. Only between steps."""
-        victims = self.residency.coldest(n_experts)
-        for slot, expert in victims:
-            self.pool.free("expert", self._take_out(slot, expert))
-        return len(victims)
-
+    # ---- filling the pool at start
     def preload(self, wanted: list[tuple[int, int]], progress: Callable[[int], None]) -> int:
         """Read experts (slot, expert) into the pool in order, until pages or quotas end; returns how many."""
         n_done = 0
@@ -203,9 +202,9 @@ class HostExpertStore:
                 if pages is not None:
                     claimed.append((slot, expert, pages))
             futures = [self._read(slot, expert, pages) for slot, expert, pages in claimed]
-            for (slot, expert, pages), future in zip(claimed, futures, strict=True):
-                future.result()
-                self._settle(slot, expert, pages)
+            self._wait_for(futures)
+            for slot, expert, pages in claimed:
+                self.settle(slot, expert, pages)
                 progress(self.layout.layers[slot].useful_bytes)
             n_done += len(claimed)
         return n_done
@@ -213,14 +212,15 @@ class HostExpertStore:
     def _grow_for_preload(self, slot: int, claimed: list[tuple[int, int, np.ndarray]]) -> np.ndarray | None:
         return self._grow(slot, sum(1 for other, _, _ in claimed if other == slot))
 
-    def _settle(self, slot: int, expert: int, pages: np.ndarray) -> None:
-        self.pool.allocator.set_owners("expert", pages, self.view.row(slot, expert))
-        self.view.place(slot, expert, pages)
-        self.residency.resident[slot, expert] = True
-
     # ---- reading
-    def _read(self, slot: int, expert: int, pages: np.ndarray) -> Future[None]:
-        return self._executor.submit(self._read_into_pages, slot, expert, pages[: int(self.residency.n_pages[slot])])
+    def _read(self, slot: int, expert: int, pages: np.ndarray) -> Future[float]:
+        return self._executor.submit(self._timed_read, slot, expert, pages[: int(self.residency.n_pages[slot])])
+
+    def _timed_read(self, slot: int, expert: int, pages: np.ndarray) -> float:
+        """Seconds that the read took."""
+        started = time.perf_counter()
+        self._read_into_pages(slot, expert, pages)
+        return time.perf_counter() - started
 
     def _read_into_pages(self, slot: int, expert: int, pages: np.ndarray) -> None:
         """Read one expert's pages to where they belong; through a staging copy only if the pages lie scattered."""
@@ -236,42 +236,75 @@ class HostExpertStore:
             self.copier.copy_in(address, row)
         self.copier.wait()
 
-    def _read_all(self, slot: int, targets: list[tuple[int, np.ndarray]]) -> list[Future[None]]:
+    def _read_all(self, slot: int, targets: list[tuple[int, np.ndarray]]) -> list[Future[float]]:
         self.counters.n_read += len(targets)
-        self.counters.read_bytes += len(targets) * self.layout.layers[slot].useful_bytes
+        n_bytes = len(targets) * self.layout.layers[slot].useful_bytes
+        self.counters.read_bytes += n_bytes
+        self._clock.link_bytes += n_bytes
         return [self._read(slot, expert, pages) for expert, pages in targets]
 
-    @staticmethod
-    def _wait_for(pending: list[Future[None]]) -> None:
+    def _wait_for(self, pending: list[Future[float]]) -> None:
         """Wait for all reads; raises the first error only when none is under way any more."""
+        started = time.perf_counter()
         errors = [error for future in pending if (error := future.exception()) is not None]
+        self._clock.waited_s += time.perf_counter() - started
         if errors:
             raise errors[0]
+        self._clock.read_s += sum(future.result() for future in pending)
+
+    # ---- reading beside the steps
+    def loading(self) -> set[tuple[int, int]]:
+        """Experts on their way after `expand`, and those whose last attempt failed: only a step asks for them again."""
+        return set(self._loading) | self._unreadable
+
+    def start_read(self, slot: int, expert: int, pages: np.ndarray) -> None:
+        """See ResidentSet.start_read."""
+        self.counters.n_read += 1
+        self.counters.read_bytes += self.layout.layers[slot].useful_bytes
+        self._loading[slot, expert] = pages, self._read(slot, expert, pages)
+
+    def finish_reads(self) -> None:
+        """See ResidentSet.finish_reads."""
+        for place in list(self._loading):
+            self._arrive(*place)
+
+    def _settle_arrived(self, slot: int, experts: np.ndarray) -> None:
+        """Experts of a layer that a step asks for while they are on their way are waited for: one read is enough."""
+        for place in [place for place in self._loading if place[0] == slot and place[1] in experts]:
+            self._arrive(*place)
+
+    def _arrive(self, slot: int, expert: int) -> None:
+        """Wait for a read of `expand`. One that fails concerns no request: its pages go back."""
+        pages, future = self._loading.pop((slot, expert))
+        error = future.exception()
+        if error is None:
+            self.settle(slot, expert, pages)
+            return
+        self.give_up(pages)
+        self._unreadable.add((slot, expert))
+        log.warning("expert %d of block %d stays out of memory: %s", expert, self.layout.layers[slot].layer, error)
 
     # ---- state
     def begin_step(self) -> None:
-        """A new step starts: stamps move on."""
-        self.residency.step += 1
+        """A new step starts: what the last one cost is noted, and experts that have arrived become readable."""
+        self._end_waves()
+        clock = self._clock
+        if clock.last > clock.began:
+            busy_s = clock.read_s / self.n_threads
+            self.rates.observe(clock.last - clock.began, clock.waited_s, clock.link_bytes, busy_s)
+        self.residency.begin_step(max(1, min(clock.n_tokens, MOST_COUNTED_TOKENS)))
+        for place in [place for place, (_, future) in self._loading.items() if future.done()]:
+            self._arrive(*place)
+        self._clock = _StepClock(began=time.perf_counter())
 
     def close(self) -> None:
+        self._end_waves()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def audit(self) -> None:
-        """Raise unless table, residency and allocator tell the same story."""
-        self.residency.audit()
-        self.view.audit()
-        for slot, layer in enumerate(self.layout.layers):
-            has_address = (self.view.layer(slot) != 0).all(axis=1)
-            resident = self.residency.resident[slot, : layer.n_experts]
-            if (has_address != resident).any():
-                raise AuditError(
-                    f"layer slot {slot}: {int(has_address.sum())} experts have addresses, "
-                    f"{int(resident.sum())} are resident"
-                )
-        pages = int((self.residency.resident.sum(axis=1) * self.residency.n_pages).sum())
-        lent = self.pool.stats()["views"]["expert"]["pages"]
-        if pages != lent:
-            raise AuditError(f"residents hold {pages} pages, the pool lent {lent} to experts")
+        """See ResidentSet.audit. Ends what a failed step left open."""
+        self._end_waves()
+        super().audit()
 
 
 def spread_experts(layout: ExpertLayout) -> list[tuple[int, int]]:

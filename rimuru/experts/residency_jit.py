@@ -1,0 +1,67 @@
+"""Choosing among all experts of a model: the n with the smallest or largest keys, in one pass."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+
+@numba.njit(cache=True, nogil=True, fastmath=False)
+def _sift(keys, heap, n, root):
+    """Move heap[root] down so that the largest key is on top again."""
+    while True:
+        child = 2 * root + 1
+        if child >= n:
+            return
+        if child + 1 < n and keys[heap[child + 1]] > keys[heap[child]]:
+            child += 1
+        if keys[heap[root]] >= keys[heap[child]]:
+            return
+        heap[root], heap[child] = heap[child], heap[root]
+        root = child
+
+
+@numba.njit(cache=True, nogil=True, fastmath=False)
+def smallest(keys: np.ndarray, allowed: np.ndarray, n: int) -> np.ndarray:
+    """Indices int64 of the n smallest keys float64 [N] among allowed bool [N], ascending; fewer where fewer are."""
+    heap = np.empty(n, np.int64)
+    n_heap = 0
+    for i in range(keys.size):
+        if not allowed[i]:
+            continue
+        if n_heap < n:
+            heap[n_heap] = i
+            n_heap += 1
+            if n_heap == n:
+                for root in range(n // 2 - 1, -1, -1):
+                    _sift(keys, heap, n, root)
+        elif n > 0 and keys[i] < keys[heap[0]]:
+            heap[0] = i
+            _sift(keys, heap, n, 0)
+    found = heap[:n_heap]
+    return found[np.argsort(keys[found], kind="mergesort")]
+
+
+@numba.njit(cache=True, nogil=True, fastmath=False)
+def note_uses(
+    last_used: np.ndarray,  # int64 [E]
+    scores: np.ndarray,  # float64 [E]
+    experts: np.ndarray,  # int [n]
+    counts: np.ndarray,  # int [n]
+    step: int,
+    weight: float,
+) -> None:
+    """The running step uses these experts of a layer, each for `counts` tokens of this weight."""
+    for i in range(experts.size):
+        last_used[experts[i]] = step
+        scores[experts[i]] += weight * counts[i]
+
+
+@numba.njit(cache=True, nogil=True, fastmath=False)
+def coldest_of_layer(keys: np.ndarray, resident: np.ndarray, in_use: np.ndarray) -> int:
+    """The resident not in use with the smallest key, the lowest id on ties; -1 = none. All [E]."""
+    found = -1
+    for e in range(keys.size):
+        if resident[e] and not in_use[e] and (found < 0 or keys[e] < keys[found]):
+            found = e
+    return found
