@@ -15,7 +15,7 @@
 
 #define WARPS 4
 
-// Rotates head[0 .. n_rot) of shared memory by a table row: n_rot / 2 cosines, then as many sines.
+// Rotates n_rot dims of a head in shared memory by a table row: n_rot / 2 cosines, then as many sines.
 __device__ __forceinline__ void rotate(float* head, const float* table, int n_rot) {
     int half = n_rot / 2;
     for (int i = threadIdx.x & 31; i < half; i += 32) {
@@ -34,21 +34,22 @@ __device__ __forceinline__ void scale_head(float* head, const float* weight, flo
 
 // One warp: head vector from x to shared memory, norm and rotation there, back to x, and to `row` where given.
 // inverse: 1 / rms over the whole row (NORM_KIND 2), else unused.
-__device__ __forceinline__ void treat_head(float* x, float* head, int dim, const float* weight, float inverse, float eps,
-                                           const float* table, int n_rot, char* row) {
+// norm_dim: dims that the norm covers. The rotation starts at dim rope_first.
+__device__ __forceinline__ void treat_head(float* x, float* head, int dim, const float* weight, int norm_dim, float inverse,
+                                           float eps, const float* table, int n_rot, int rope_first, char* row) {
     int lane = threadIdx.x & 31;
     float sum = 0.0f;
     for (int i = lane; i < dim; i += 32) {
         float v = x[i];
         head[i] = v;
-        sum = fmaf(v, v, sum);
+        if (i < norm_dim) sum = fmaf(v, v, sum);
     }
     __syncwarp();
-    if (NORM_KIND == 1 && weight) inverse = rsqrtf(warp_sum(sum) / dim + eps);
+    if (NORM_KIND == 1 && weight) inverse = rsqrtf(warp_sum(sum) / norm_dim + eps);
     bool norm = NORM_KIND != 0 && weight;
-    if (norm && !NORM_LAST) scale_head(head, weight, inverse, dim);
-    if (table) rotate(head, table, n_rot);
-    if (norm && NORM_LAST) scale_head(head, weight, inverse, dim);
+    if (norm && !NORM_LAST) scale_head(head, weight, inverse, norm_dim);
+    if (table) rotate(head + rope_first, table, n_rot);
+    if (norm && NORM_LAST) scale_head(head, weight, inverse, norm_dim);
     for (int i = lane; i < dim; i += 32) {
         if (norm || table) x[i] = head[i];
         if (row) store_element(row, i, head[i]);
@@ -60,15 +61,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     prepare_qkv(float* __restrict__ q,                 // [T, n_head * q_stride]
                 float* __restrict__ k,                 // [T, n_head_kv * key_dim]
                 float* __restrict__ v,                 // [T, n_head_kv * value_dim]
-                const float* __restrict__ q_norm,      // [key_dim], or [n_head * key_dim], or null
-                const float* __restrict__ k_norm,      // [key_dim], or [n_head_kv * key_dim], or null
+                const float* __restrict__ q_norm,      // [q_norm_dim], or [n_head * key_dim], or null
+                const float* __restrict__ k_norm,      // [k_norm_dim], or [n_head_kv * key_dim], or null
                 const float* __restrict__ rope,        // [n_positions, n_rot] or null
                 const int* __restrict__ positions,     // [T]
                 const int* __restrict__ seq_of_token,  // [T]
                 char* kv_base,                         // pool base + layer offset
                 const int* __restrict__ pages,         // [S, n_blocks]
                 long long page_bytes, int n_blocks, int page_tokens, int n_head, int n_head_kv, int q_stride,
-                int key_dim, int value_dim, int n_rot, float eps) {
+                int key_dim, int value_dim, int q_norm_dim, int k_norm_dim, int n_rot, int rope_first, float eps) {
     __shared__ float heads[WARPS][MAX_DIM];
     __shared__ float partial[32];
     int token = blockIdx.x, warp = threadIdx.x >> 5;
@@ -98,8 +99,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     for (int slot = begin; slot < end && slot < n_head + 2 * n_head_kv; slot += step) {
         if (slot < n_head) {
             const float* weight = q_norm && NORM_KIND == 2 ? q_norm + slot * key_dim : q_norm;
-            treat_head(q + ((long long)token * n_head + slot) * q_stride, heads[warp], key_dim, weight, inverse, eps,
-                       table, n_rot, nullptr);
+            treat_head(q + ((long long)token * n_head + slot) * q_stride, heads[warp], key_dim, weight, q_norm_dim, inverse,
+                       eps, table, n_rot, rope_first, nullptr);
             continue;
         }
         int head = (slot - n_head) % n_head_kv;
@@ -107,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         char* key_row = (char*)kv_rows(kv, seq_of_token[token], head, position, value_row);
         if (slot < n_head + n_head_kv) {
             const float* weight = k_norm && NORM_KIND == 2 ? k_norm + head * key_dim : k_norm;
-            treat_head(k + ((long long)token * n_head_kv + head) * key_dim, heads[warp], key_dim, weight, inverse, eps,
-                       table, n_rot, key_row);
+            treat_head(k + ((long long)token * n_head_kv + head) * key_dim, heads[warp], key_dim, weight, k_norm_dim, inverse,
+                       eps, table, n_rot, rope_first, key_row);
         } else if (value_row) {
             const float* from = v + ((long long)token * n_head_kv + head) * value_dim;
             for (int i = threadIdx.x & 31; i < value_dim; i += 32) store_element((char*)value_row, i, from[i]);

@@ -1,188 +1,209 @@
-// Attention of single query tokens over paged keys and values, split over the context.
+// Attention of single query tokens over paged 16-bit keys and values, on tensor cores, split over the context.
 //
 //   out[h] = sum_p softmax_p(scale q[h] . k[p]) v[p] / (1 + sink),  p visible: p <= t and t - p < window
 //
-// grid (n_head_kv * chunks, tokens, Z). A block serves the GROUP query heads of one KV head, so K and V are read once.
-// The visible range, from a multiple of 64, is cut in at most MAX_SPLITS splits of whole 64-key units; their length
-// depends on the token's own position only. Block z takes splits z, z + Z, ... Each split gives (maximum, sum, vector)
-// per head, and these are folded in split order: by the block itself where Z = 1, else by the last block to finish,
-// through `partials`. Both ways give the same bits, so a result does not depend on the grid, the batch or the pages.
+// grid (n_head_kv * chunks, tokens, Z). A block serves the GROUP query heads of one KV head, so K and V are read once,
+// straight into registers. The visible range, from a multiple of 64, is cut in at most MAX_SPLITS splits of whole UNITs;
+// their length depends on the token's own position only. Block z takes splits z, z + Z, ... In a split, warp w takes the
+// pieces w, w + WARPS, ... of 16 keys, with its own running maximum. Everything is folded in one order: warps of a split,
+// then splits; by the block itself where Z = 1 or one split is all, else by the last block to finish, through `partials`.
+// All ways give the same bits, so a result does not depend on the grid, the batch or the pages.
 //
-// -D  KEY_DIM, VALUE_DIM (multiples of 8), GROUP (1 to 16), ELEMENT 0 f16, 1 bf16, 2 f32
-//     VALUES_ARE_KEYS 1: no stored values, a key's first VALUE_DIM elements are its value (latent attention)
+// Scores are K q^T (16 keys x 8 heads), so that eight heads fill a tile; a lane's 16 bytes of a key row are four of the
+// matrix's k-pairs, in the same order for K and q. Vectors are V^T p (16 dims x 8 heads), pairs of keys put together by
+// byte permutes.
+//
+// -D  KEY_DIM, VALUE_DIM (multiples of 8, up to 256), GROUP (1 to 16), ELEMENT 0 f16, 1 bf16
+//     WARPS of a block, MIN_BLOCKS on a multiprocessor
 // Bytes moved: every visible K and V row once per KV head and token.
 
-#include "attention/element.cuh"
 #include "attention/merge.cuh"
-#include "attention/copy.cuh"
+#include "attention/tile_mma.cuh"
 #include "common/act_store.cuh"
 #include "common/math.cuh"
 #include "common/paged.cuh"
 #include "common/warp.cuh"
 
-#define THREADS (VALUE_DIM > 256 ? 256 : 128)
-#define WARPS (THREADS / 32)
+#define THREADS (WARPS * 32)
 #define MAX_SPLITS 32
-#define UNIT 64
-#define KEY_BYTES (KEY_DIM * ELEMENT_BYTES)
-#define VALUE_BYTES (VALUE_DIM * ELEMENT_BYTES)
-// keys a tile: K and V of two tiles stay under 70 KiB
-#if KEY_BYTES + VALUE_BYTES <= 512
-#define TILE 64
-#elif KEY_BYTES + VALUE_BYTES <= 1024
-#define TILE 32
-#else
-#define TILE 16
-#endif
-#define K_STRIDE (KEY_BYTES + 16)  // bytes; 16 more than a row, so that a column of keys meets all banks
-#if VALUES_ARE_KEYS
-#define V_OFFSET 0
-#define V_STRIDE K_STRIDE
-#define STAGE_BYTES (TILE * K_STRIDE)
-#else
-#define V_OFFSET (TILE * K_STRIDE)
-#define V_STRIDE VALUE_BYTES
-#define STAGE_BYTES (TILE * (K_STRIDE + VALUE_BYTES))
-#endif
-// scores: PARTS neighbouring threads share a key, each takes every PARTS-th 16-byte chunk
-#define PARTS (THREADS / TILE)
-#define CHUNK (16 / ELEMENT_BYTES)
-#define K_CHUNKS (KEY_BYTES / 16)
-// vectors: a thread takes two value dims of HEADS_EACH heads
+#define UNIT 256
+#define PIECE 16
+#define HEAD_TILES ((GROUP + 7) / 8)
+#define K_BLOCKS ((KEY_DIM + 31) / 32)
+#define V_BLOCKS ((VALUE_DIM + 63) / 64)
 #define PAIRS (VALUE_DIM / 2)
-#define HEAD_SETS (THREADS / PAIRS < GROUP ? THREADS / PAIRS : GROUP)
-#define HEADS_EACH ((GROUP + HEAD_SETS - 1) / HEAD_SETS)
+#define PAIRS_EACH ((GROUP * PAIRS + THREADS - 1) / THREADS)
+#define LOG2E 1.4426950408889634f
+
+// What a warp has of its pieces: per head tile the lane's two heads, 2 (lane % 4) and the next.
+struct Running {
+    float maximum[HEAD_TILES][2], sum[HEAD_TILES][2];  // the sum is of this lane's keys
+    float vector[HEAD_TILES][V_BLOCKS * 4][4];
+};
 
 struct Shared {
-    float q[GROUP][KEY_DIM];
-    float weights[TILE][GROUP];
-    float maximum[GROUP], sum[GROUP], rescale[GROUP];
-    const char* key_rows[2][TILE];
-    const char* value_rows[2][TILE];
+    float maximum[WARPS][HEAD_TILES * 8], sum[WARPS][HEAD_TILES * 8];
     int is_last;
 };
 
-// Addresses of the rows of a tile; null for keys that are not visible or have no page, which are never read.
-__device__ __forceinline__ void find_rows(Shared& s, int stage, const KvView& kv, int seq, int head, int first, int begin,
-                                          int end) {
-    for (int i = threadIdx.x; i < TILE; i += THREADS) {
-        int p = first + i;
-        const char* value = nullptr;
-        const char* key = p >= begin && p < end ? kv_rows(kv, seq, head, p, value) : nullptr;
-        s.key_rows[stage][i] = key;
-        s.value_rows[stage][i] = value;
-    }
+__device__ __forceinline__ uint4 load16(const char* row, int byte, bool inside) {
+    return row && inside ? __ldg((const uint4*)(row + byte)) : make_uint4(0, 0, 0, 0);
 }
 
-__device__ __forceinline__ void fetch_tile(const Shared& s, int stage, char* tiles) {
-    char* k = tiles + stage * STAGE_BYTES;
-    for (int i = threadIdx.x; i < TILE * K_CHUNKS; i += THREADS) {
-        int row = i / K_CHUNKS, chunk = (i % K_CHUNKS) * 16;
-        const char* from = s.key_rows[stage][row];
-        copy16_async(k + row * K_STRIDE + chunk, from ? from + chunk : nullptr);
-    }
-    for (int i = threadIdx.x; !VALUES_ARE_KEYS && i < TILE * (VALUE_BYTES / 16); i += THREADS) {
-        int row = i / (VALUE_BYTES / 16), chunk = (i % (VALUE_BYTES / 16)) * 16;
-        const char* from = s.value_rows[stage][row];
-        copy16_async(k + V_OFFSET + row * V_STRIDE + chunk, from ? from + chunk : nullptr);
-    }
-    commit_copies();
+__device__ __forceinline__ const char* lane_pointer(const char* p, int lane) {
+    return (const char*)__shfl_sync(FULL_WARP, (unsigned long long)p, lane);
 }
 
-// weights[key][head] = scaled score, -inf where the key may not be seen
-__device__ __forceinline__ void score_tile(Shared& s, int stage, const char* tiles) {
-    int key = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
-    const char* row = tiles + stage * STAGE_BYTES + key * K_STRIDE;
-    float dot[GROUP];
-#pragma unroll
-    for (int h = 0; h < GROUP; h++) dot[h] = 0.0f;
-#pragma unroll 2
-    for (int c = part; c < K_CHUNKS; c += PARTS) {
-        float2 k[CHUNK / 2];
-        uint4 raw = *(const uint4*)(row + c * 16);
-#pragma unroll
-        for (int i = 0; i < CHUNK / 2; i++) k[i] = load_pair((const char*)&raw + i * 2 * ELEMENT_BYTES);
-#pragma unroll
-        for (int h = 0; h < GROUP; h++) {
-            const float4* q = (const float4*)&s.q[h][c * CHUNK];
-#pragma unroll
-            for (int i = 0; i < CHUNK / 4; i++) {
-                float4 w = q[i];
-                dot[h] = fmaf(w.x, k[2 * i].x, dot[h]);
-                dot[h] = fmaf(w.y, k[2 * i].y, dot[h]);
-                dot[h] = fmaf(w.z, k[2 * i + 1].x, dot[h]);
-                dot[h] = fmaf(w.w, k[2 * i + 1].y, dot[h]);
-            }
-        }
-    }
-    bool seen = s.key_rows[stage][key] != nullptr;
-#pragma unroll
-    for (int h = 0; h < GROUP; h++) {
-        float total = group_sum<PARTS>(dot[h]);
-        if (part == 0) s.weights[key][h] = seen ? total : NEGATIVE_INFINITY;
-    }
-}
-
-// Scores to exponentials, the running maximum and sum, and the factor by which the vectors so far shrink.
-__device__ __forceinline__ void softmax_tile(Shared& s) {
+// Queries as the right side of K q^T: lane l has head l / 4, dims 8 (l % 4) .. + 7 of each 32.
+__device__ __forceinline__ void load_queries(u32 (&q)[HEAD_TILES][K_BLOCKS][4], const float* queries, int stride, float scale) {
     int lane = threadIdx.x & 31;
-    for (int h = threadIdx.x >> 5; h < GROUP; h += WARPS) {
-        float largest = NEGATIVE_INFINITY;
-        for (int i = lane; i < TILE; i += 32) largest = fmaxf(largest, s.weights[i][h]);
-        float before = s.maximum[h], now = fmaxf(before, warp_max(largest));
-        float sum = 0.0f;
-        for (int i = lane; i < TILE; i += 32) {
-            float w = now == NEGATIVE_INFINITY ? 0.0f : exp2f(s.weights[i][h] - now);
-            s.weights[i][h] = w;
-            sum += w;
+#pragma unroll
+    for (int t = 0; t < HEAD_TILES; t++)
+#pragma unroll
+        for (int b = 0; b < K_BLOCKS; b++) {
+            int head = t * 8 + lane / 4, dim = b * 32 + lane % 4 * 8;
+            bool inside = head < GROUP && dim < KEY_DIM;
+            const float4* from = (const float4*)(queries + head * stride + dim);
+            float4 x = inside ? __ldg(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            float4 y = inside ? __ldg(from + 1) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            q[t][b][0] = pack_pair(x.x * scale, x.y * scale), q[t][b][1] = pack_pair(x.z * scale, x.w * scale);
+            q[t][b][2] = pack_pair(y.x * scale, y.y * scale), q[t][b][3] = pack_pair(y.z * scale, y.w * scale);
         }
-        sum = warp_sum(sum);
-        if (lane == 0) {
-            float shrink = before == NEGATIVE_INFINITY ? 0.0f : exp2f(before - now);
-            s.rescale[h] = shrink;
-            s.maximum[h] = now;
-            s.sum[h] = __fmaf_rn(s.sum[h], shrink, sum);
+}
+
+// One piece of 16 keys: scores, the running maximum and sum, and weights as the right side of V^T p. The lane's keys are
+// lane / 4 and 8 more.
+__device__ __forceinline__ void weigh(Running& r, const u32 (&q)[HEAD_TILES][K_BLOCKS][4], const uint4 (&k)[K_BLOCKS][2], bool seen0,
+                                      bool seen1, u32 (&p)[HEAD_TILES][2]) {
+#pragma unroll
+    for (int t = 0; t < HEAD_TILES; t++) {
+        float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int b = 0; b < K_BLOCKS; b++) {
+            u32 first[4] = {k[b][0].x, k[b][1].x, k[b][0].y, k[b][1].y};
+            u32 second[4] = {k[b][0].z, k[b][1].z, k[b][0].w, k[b][1].w};
+            multiply_add_elements(s, first, q[t][b][0], q[t][b][1]);
+            multiply_add_elements(s, second, q[t][b][2], q[t][b][3]);
+        }
+        float weight[4], shrink[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float low = seen0 ? s[h] : NEGATIVE_INFINITY, high = seen1 ? s[2 + h] : NEGATIVE_INFINITY;
+            float largest = fmaxf(low, high);
+#pragma unroll
+            for (int offset = 4; offset < 32; offset <<= 1)
+                largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, offset));
+            float before = r.maximum[t][h], now = fmaxf(before, largest), base = now == NEGATIVE_INFINITY ? 0.0f : now;
+            shrink[h] = exp2f(before - base);
+            weight[h] = exp2f(low - base), weight[2 + h] = exp2f(high - base);
+            r.maximum[t][h] = now;
+            r.sum[t][h] = __fmaf_rn(r.sum[t][h], shrink[h], weight[h] + weight[2 + h]);
+        }
+        p[t][0] = transpose_matrix(pack_pair(weight[0], weight[1]));
+        p[t][1] = transpose_matrix(pack_pair(weight[2], weight[3]));
+#pragma unroll
+        for (int i = 0; i < V_BLOCKS * 4; i++) {
+            r.vector[t][i][0] *= shrink[0], r.vector[t][i][1] *= shrink[1];
+            r.vector[t][i][2] *= shrink[0], r.vector[t][i][3] *= shrink[1];
         }
     }
 }
 
-__device__ __forceinline__ void gather_tile(const Shared& s, int stage, const char* tiles, int pair, int set,
-                                            float2 (&vector)[HEADS_EACH]) {
-    const char* v = tiles + stage * STAGE_BYTES + V_OFFSET + pair * 2 * ELEMENT_BYTES;
+// vector += V^T p. The lane's values are of keys 2 (lane % 4), + 1, + 8, + 9, dims 8 (lane / 4) .. + 7 of each 64.
+__device__ __forceinline__ void gather(Running& r, const u32 (&p)[HEAD_TILES][2], const uint4 (&v)[V_BLOCKS][4]) {
 #pragma unroll
-    for (int i = 0; i < HEADS_EACH; i++) {
-        float shrink = s.rescale[min(set * HEADS_EACH + i, GROUP - 1)];
-        vector[i].x *= shrink;
-        vector[i].y *= shrink;
+    for (int b = 0; b < V_BLOCKS; b++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            auto word = [&](int key) { return i == 0 ? v[b][key].x : i == 1 ? v[b][key].y : i == 2 ? v[b][key].z : v[b][key].w; };
+            u32 a[4] = {__byte_perm(word(0), word(1), 0x5410), __byte_perm(word(0), word(1), 0x7632),
+                        __byte_perm(word(2), word(3), 0x5410), __byte_perm(word(2), word(3), 0x7632)};
+#pragma unroll
+            for (int t = 0; t < HEAD_TILES; t++) multiply_add_elements(r.vector[t][b * 4 + i], a, p[t][0], p[t][1]);
+        }
+}
+
+__device__ __forceinline__ void load_values(uint4 (&v)[V_BLOCKS][4], const char* value_row) {
+    int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const char* row = lane_pointer(value_row, lane % 4 * 2 + (i & 1) + (i >> 1) * 8);
+#pragma unroll
+        for (int b = 0; b < V_BLOCKS; b++) {
+            int dim = b * 64 + lane / 4 * 8;
+            v[b][i] = load16(row, dim * 2, dim < VALUE_DIM);
+        }
     }
-#pragma unroll 4
-    for (int key = 0; key < TILE; key++) {
-        float2 value = load_pair(v + key * V_STRIDE);
+}
+
+// All pieces of a warp in [from, to); keys before `begin` are not visible.
+__device__ __forceinline__ void take_split(Running& r, const u32 (&q)[HEAD_TILES][K_BLOCKS][4], const KvView& kv, int seq, int head,
+                                           int from, int to, int begin) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    auto find = [&](int first, const char*& key, const char*& value) {
+        int position = first + (lane & 15);
+        value = nullptr;
+        key = position >= begin && position < to ? kv_rows(kv, seq, head, position, value) : nullptr;
+    };
+    const char *key_row, *value_row;
+    int first = from + warp * PIECE;
+    if (first < to) find(first, key_row, value_row);
+    for (; first < to; first += WARPS * PIECE) {
+        uint4 k[K_BLOCKS][2], v[V_BLOCKS][4];
+        const char* k_rows[2] = {lane_pointer(key_row, lane / 4), lane_pointer(key_row, lane / 4 + 8)};
 #pragma unroll
-        for (int i = 0; i < HEADS_EACH; i++) {
-            float w = s.weights[key][min(set * HEADS_EACH + i, GROUP - 1)];
-            vector[i].x = fmaf(w, value.x, vector[i].x);
-            vector[i].y = fmaf(w, value.y, vector[i].y);
+        for (int b = 0; b < K_BLOCKS; b++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int dim = b * 32 + lane % 4 * 8;
+                k[b][i] = load16(k_rows[i], dim * 2, dim < KEY_DIM);
+            }
+        // Wide heads: values come after the scores, since both do not fit in registers.
+        const char* values = value_row;
+        if (KEY_DIM <= 128) load_values(v, values);
+        bool seen0 = k_rows[0] != nullptr, seen1 = k_rows[1] != nullptr;
+        if (first + WARPS * PIECE < to) find(first + WARPS * PIECE, key_row, value_row);
+        u32 p[HEAD_TILES][2];
+        weigh(r, q, k, seen0, seen1, p);
+        if (KEY_DIM > 128) load_values(v, values);
+        gather(r, p, v);
+    }
+}
+
+// The warp's part of a split to shared memory: maxima, sums, vectors [WARPS][GROUP][VALUE_DIM].
+__device__ __forceinline__ void leave_split(const Running& r, Shared& s, float* vectors) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+    for (int t = 0; t < HEAD_TILES; t++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float sum = r.sum[t][h];
+#pragma unroll
+            for (int offset = 4; offset < 32; offset <<= 1) sum += __shfl_xor_sync(FULL_WARP, sum, offset);
+            int head = t * 8 + lane % 4 * 2 + h;
+            if (lane < 4) s.maximum[warp][head] = r.maximum[t][h], s.sum[warp][head] = sum;
+#pragma unroll
+            for (int i = 0; i < V_BLOCKS * 4; i++) {
+                int dim = i / 4 * 64 + lane / 4 * 8 + i % 4 * 2;
+                if (head < GROUP && dim < VALUE_DIM)
+                    *(float2*)(vectors + (warp * GROUP + head) * VALUE_DIM + dim) = make_float2(r.vector[t][i][h], r.vector[t][i][2 + h]);
+            }
         }
     }
 }
 
 // out = vector / sum with the sink in the denominator, times sigmoid(gate)
-__device__ __forceinline__ void finish_head(const Folded& f, float sink, bool has_sink, const float* gate, float* out,
-                                            int pair) {
-    float top = has_sink ? fmaxf(f.maximum, sink) : f.maximum;
+__device__ __forceinline__ float2 finish_pair(const Folded& f, const float* sink, const float* gate) {
+    float low = sink ? *sink * LOG2E : NEGATIVE_INFINITY, top = fmaxf(f.maximum, low);
     float shrink = f.sum > 0.0f ? exp2f(f.maximum - top) : 0.0f;
-    float sum = f.sum * shrink + (has_sink ? exp2f(sink - top) : 0.0f);
+    float sum = f.sum * shrink + (sink ? exp2f(low - top) : 0.0f);
     float factor = sum > 0.0f ? shrink / sum : 0.0f;
     float2 o = make_float2(f.vector.x * factor, f.vector.y * factor);
-    if (gate) {
-        o.x *= sigmoid(gate[2 * pair]);
-        o.y *= sigmoid(gate[2 * pair + 1]);
-    }
-    *(float2*)(out + 2 * pair) = o;
+    if (gate) o.x *= sigmoid(gate[0]), o.y *= sigmoid(gate[1]);
+    return o;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     paged_decode(const float* __restrict__ q,           // [T, n_head * q_stride]
                  const int* __restrict__ positions,     // [T]
                  const int* __restrict__ seq_of_token,  // [T]
@@ -196,8 +217,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                  ACT_PARAMETERS,                        // quantised copy, where VALUE_DIM is a multiple of 32
                  long long page_bytes, int n_blocks, int page_tokens, int n_head, int n_head_kv, int q_stride, int window,
                  int gated, int by_sequence, float scale) {
-    extern __shared__ __align__(16) char tiles[];
-    __shared__ __align__(16) Shared s;
+    extern __shared__ __align__(16) char shared[];
+    __shared__ Shared s;
+    float* vectors = (float*)shared;
     int token = blockIdx.y, seq = blockIdx.y;
     if (by_sequence) {  // sequences that bring more than one token belong to the prefill kernel
         token = query_start[seq];
@@ -207,89 +229,74 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     int first_head = blockIdx.x * GROUP, kv_head = first_head / (n_head / n_head_kv);
     int end = positions[token] + 1, begin = window > 0 ? max(0, end - window) : 0;
-    int aligned = begin / UNIT * UNIT, units = (end - aligned + UNIT - 1) / UNIT;
+    int aligned = begin / 64 * 64, units = (end - aligned + UNIT - 1) / UNIT;
     int split_keys = (units + MAX_SPLITS - 1) / MAX_SPLITS * UNIT;
     int n_splits = units <= 0 ? 0 : (units * UNIT + split_keys - 1) / split_keys;
-    KvView kv{kv_base, page_bytes, pages, n_blocks, page_tokens, n_head_kv, KEY_BYTES, VALUE_BYTES};
+    int n_active = min(n_splits, (int)gridDim.z);
+    if ((int)blockIdx.z >= max(n_active, 1)) return;
+    bool alone = n_active <= 1;
+    KvView kv{kv_base, page_bytes, pages, n_blocks, page_tokens, n_head_kv, KEY_DIM * 2, VALUE_DIM * 2};
     const float* queries = q + ((long long)token * n_head + first_head) * q_stride;
-    bool single = gridDim.z == 1;
-    int pair = threadIdx.x % PAIRS, set = threadIdx.x / PAIRS;
-    bool works = set < HEAD_SETS;
-    Folded folded[HEADS_EACH];
+    float* part = partials + ((long long)blockIdx.y * n_head + first_head) * MAX_SPLITS * (VALUE_DIM + 2);
+    u32 query_parts[HEAD_TILES][K_BLOCKS][4];
+    if (n_splits > 0) load_queries(query_parts, queries, q_stride, scale * LOG2E);
+    Folded folded[PAIRS_EACH];
 #pragma unroll
-    for (int i = 0; i < HEADS_EACH; i++) folded[i] = Folded{NEGATIVE_INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
+    for (int i = 0; i < PAIRS_EACH; i++) folded[i] = Folded{NEGATIVE_INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
 
-    if ((int)blockIdx.z < n_splits) {
-        for (int i = threadIdx.x; i < GROUP * KEY_DIM; i += THREADS)
-            s.q[i / KEY_DIM][i % KEY_DIM] = queries[(i / KEY_DIM) * q_stride + i % KEY_DIM] * (scale * 1.4426950408889634f);
-    }
     for (int split = blockIdx.z; split < n_splits; split += gridDim.z) {
         int from = aligned + split * split_keys, to = min(end, from + split_keys);
-        int n_tiles = (to - from + TILE - 1) / TILE;
-        float2 vector[HEADS_EACH];
+        Running r;
 #pragma unroll
-        for (int i = 0; i < HEADS_EACH; i++) vector[i] = make_float2(0.0f, 0.0f);
-        for (int i = threadIdx.x; i < GROUP; i += THREADS) s.maximum[i] = NEGATIVE_INFINITY, s.sum[i] = 0.0f;
-        find_rows(s, 0, kv, seq, kv_head, from, begin, to);
-        __syncthreads();
-        fetch_tile(s, 0, tiles);
-        for (int tile = 0; tile < n_tiles; tile++) {
-            int stage = tile & 1;
-            if (tile + 1 < n_tiles) find_rows(s, stage ^ 1, kv, seq, kv_head, from + (tile + 1) * TILE, begin, to);
-            __syncthreads();
-            if (tile + 1 < n_tiles) {
-                fetch_tile(s, stage ^ 1, tiles);
-                wait_copies<1>();
-            } else {
-                wait_copies<0>();
-            }
-            __syncthreads();
-            score_tile(s, stage, tiles);
-            __syncthreads();
-            softmax_tile(s);
-            __syncthreads();
-            if (works) gather_tile(s, stage, tiles, pair, set, vector);
+        for (int t = 0; t < HEAD_TILES; t++) {
+            r.maximum[t][0] = r.maximum[t][1] = NEGATIVE_INFINITY, r.sum[t][0] = r.sum[t][1] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < V_BLOCKS * 4; i++)
+                r.vector[t][i][0] = r.vector[t][i][1] = r.vector[t][i][2] = r.vector[t][i][3] = 0.0f;
         }
-        if (works) {
+        take_split(r, query_parts, kv, seq, kv_head, from, to, begin);
+        leave_split(r, s, vectors);
+        __syncthreads();
 #pragma unroll
-            for (int i = 0; i < HEADS_EACH; i++) {
-                int h = set * HEADS_EACH + i;
-                if (h >= GROUP) break;
-                if (single) {
-                    fold(folded[i], s.maximum[h], s.sum[h], vector[i]);
-                } else {
-                    float* p = partials + (((long long)blockIdx.y * n_head + first_head + h) * MAX_SPLITS + split) * (VALUE_DIM + 2);
-                    *(float2*)(p + 2 + 2 * pair) = vector[i];
-                    if (pair == 0) p[0] = s.maximum[h], p[1] = s.sum[h];
-                }
+        for (int i = 0; i < PAIRS_EACH; i++) {
+            int at = threadIdx.x + i * THREADS, head = at / PAIRS, pair = at % PAIRS;
+            if (at >= GROUP * PAIRS) break;
+            Folded f{NEGATIVE_INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
+#pragma unroll
+            for (int w = 0; w < WARPS; w++)
+                fold(f, s.maximum[w][head], s.sum[w][head], *(const float2*)(vectors + (w * GROUP + head) * VALUE_DIM + 2 * pair));
+            if (alone) {
+                fold(folded[i], f.maximum, f.sum, f.vector);
+            } else {
+                float* p = part + (head * MAX_SPLITS + split) * (VALUE_DIM + 2);
+                *(float2*)(p + 2 + 2 * pair) = f.vector;
+                if (pair == 0) *(float2*)p = make_float2(f.maximum, f.sum);
             }
         }
         __syncthreads();
     }
-    if (!single) {
+    if (!alone) {
         __threadfence();
         __syncthreads();
         if (threadIdx.x == 0)
-            s.is_last = atomicInc(arrivals + blockIdx.y * gridDim.x + blockIdx.x, gridDim.z - 1) == gridDim.z - 1;
+            s.is_last = atomicInc(arrivals + blockIdx.y * gridDim.x + blockIdx.x, n_active - 1) == (unsigned)n_active - 1;
         __syncthreads();
         if (!s.is_last) return;
         __threadfence();
     }
+    int width = n_head * VALUE_DIM, first = first_head * VALUE_DIM;
 #pragma unroll
-    for (int i = 0; i < HEADS_EACH; i++) {
-        int h = set * HEADS_EACH + i;
-        if (!works || h >= GROUP) break;
-        int head = first_head + h;
-        if (!single)
-            fold_all(folded[i], partials + ((long long)blockIdx.y * n_head + head) * MAX_SPLITS * (VALUE_DIM + 2), n_splits,
-                     VALUE_DIM + 2, pair);
-        const float* gate = gated ? queries + h * q_stride + KEY_DIM : nullptr;
-        float sink = sinks ? sinks[head] * 1.4426950408889634f : 0.0f;
-        finish_head(folded[i], sink, sinks != nullptr, gate, out + ((long long)token * n_head + head) * VALUE_DIM, pair);
+    for (int i = 0; i < PAIRS_EACH; i++) {
+        int at = threadIdx.x + i * THREADS, head = at / PAIRS, pair = at % PAIRS;
+        if (at >= GROUP * PAIRS) break;
+        if (!alone) fold_all(folded[i], part + head * MAX_SPLITS * (VALUE_DIM + 2), n_splits, VALUE_DIM + 2, pair);
+        const float* gate = gated ? queries + head * q_stride + KEY_DIM + 2 * pair : nullptr;
+        float2 o = finish_pair(folded[i], sinks ? sinks + first_head + head : nullptr, gate);
+        *(float2*)(out + (long long)token * width + first + 2 * at) = o;
+        *(float2*)(vectors + 2 * at) = o;
     }
     if (!act_values) return;
     __syncthreads();
-    int first = first_head * VALUE_DIM, width = n_head * VALUE_DIM;
     for (int c = threadIdx.x; c < GROUP * VALUE_DIM; c += THREADS)
-        store_act_block(ACT_ARGUMENTS, token, width, (first + c) / ACT_BLOCK, out[(long long)token * width + first + c]);
+        store_act_block(ACT_ARGUMENTS, token, width, (first + c) / ACT_BLOCK, vectors[c]);
 }

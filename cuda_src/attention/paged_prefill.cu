@@ -59,7 +59,7 @@ __device__ __forceinline__ void fetch(element_t* tile, const char* const* rows) 
     for (int i = threadIdx.x; i < KEYS * (DIM / 8); i += THREADS) {
         int row = i / (DIM / 8), chunk = (i % (DIM / 8)) * 8;
         const char* from = rows[row];
-        copy16_async(tile + row * STRIDE + chunk, from ? from + chunk * 2 : nullptr);
+        copy_async16(tile + row * STRIDE + chunk, from + chunk * 2, from != nullptr);
     }
     commit_copies();
 }
@@ -77,15 +77,15 @@ __device__ __forceinline__ void scores(float (&s)[KEYS / 8][4], const unsigned (
 #pragma unroll
             for (int i = 0; i < 4; i++) a[i] = q[k][i];
         } else {
-            load_matrices(a, shared_address(q_tile + (warp * 16 + (lane & 15)) * K_STRIDE + k * 16 + (lane >> 4) * 8));
+            load_matrices(a, (const __half*)(q_tile + (warp * 16 + (lane & 15)) * K_STRIDE + k * 16 + (lane >> 4) * 8));
         }
 #pragma unroll
         for (int n = 0; n < KEYS / 16; n++) {
             unsigned b[4];
             int row = n * 16 + (lane & 7) + (lane >> 4) * 8, column = k * 16 + ((lane >> 3) & 1) * 8;
-            load_matrices(b, shared_address(k_tile + row * K_STRIDE + column));
-            multiply_add(s[2 * n], a, b[0], b[1]);
-            multiply_add(s[2 * n + 1], a, b[2], b[3]);
+            load_matrices(b, (const __half*)(k_tile + row * K_STRIDE + column));
+            multiply_add_elements(s[2 * n], a, b[0], b[1]);
+            multiply_add_elements(s[2 * n + 1], a, b[2], b[3]);
         }
     }
 }
@@ -135,9 +135,9 @@ __device__ __forceinline__ void gather(float (&o)[VALUE_DIM / 8][4], const float
         for (int n = 0; n < VALUE_DIM / 16; n++) {
             unsigned b[4];
             int row = k * 16 + (lane & 15), column = n * 16 + (lane >> 4) * 8;
-            load_matrices_transposed(b, shared_address(v_tile + row * V_STRIDE + column));
-            multiply_add(o[2 * n], a, b[0], b[1]);
-            multiply_add(o[2 * n + 1], a, b[2], b[3]);
+            load_matrices_transposed(b, v_tile + row * V_STRIDE + column);
+            multiply_add_elements(o[2 * n], a, b[0], b[1]);
+            multiply_add_elements(o[2 * n + 1], a, b[2], b[3]);
         }
     }
 }
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_DIM <= 128 ? 3 : 2)
         __syncthreads();
 #pragma unroll
         for (int k = 0; k < KEY_DIM / 16; k++)
-            load_matrices(q_parts[k], shared_address(q_tile + (warp * 16 + (lane & 15)) * K_STRIDE + k * 16 + (lane >> 4) * 8));
+            load_matrices(q_parts[k], (const __half*)(q_tile + (warp * 16 + (lane & 15)) * K_STRIDE + k * 16 + (lane >> 4) * 8));
     }
     float o[VALUE_DIM / 8][4], maximum[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, sum[2] = {0.0f, 0.0f};
 #pragma unroll

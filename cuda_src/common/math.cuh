@@ -27,7 +27,7 @@ __device__ __forceinline__ float softplus(float z) { return z > 20.0f ? z : log1
 // Ids of the activations in launcher arguments (ops/cuda/launch.py has the same numbers).
 enum { ACT_SILU = 0, ACT_GELU_TANH = 1, ACT_RELU2 = 2, ACT_SWIGLU_OAI = 3, ACT_IDENTITY = 4 };
 
-// act(gate) * up. Without a gate the value is passed as `gate` and `up` is 1 (never for swiglu_oai).
+// act(gate) * up.
 __device__ __forceinline__ float glu(int activation, float gate, float up) {
     switch (activation) {
         case ACT_SILU: return silu(gate) * up;
@@ -36,4 +36,9 @@ __device__ __forceinline__ float glu(int activation, float gate, float up) {
         case ACT_IDENTITY: return gate * up;
         default: return swiglu_oai(gate, up);
     }
+}
+
+// act(z), for layers without a gate.
+__device__ __forceinline__ float activate(int activation, float z) {
+    return glu(activation, z, activation == ACT_SWIGLU_OAI ? 0.0f : 1.0f);  // swiglu_oai adds 1 to its `up`
 }

@@ -22,7 +22,7 @@ extern "C" __global__ void glu_rows(const float* __restrict__ gate,  // [T, widt
     const float* u = up + row * width + first;
     const float* g = gate ? gate + row * width + first : nullptr;
     store_row(out + row * width, ACT_ARGUMENTS, row, width, first, part,
-              [&](int c) { return g ? glu(activation, g[c], u[c]) : glu(activation, u[c], 1.0f); });
+              [&](int c) { return g ? glu(activation, g[c], u[c]) : activate(activation, u[c]); });
 }
 
 extern "C" __global__ void multiply_rows(const float* __restrict__ a,  // [T, width]

@@ -10,7 +10,7 @@
 // -D  DIM (head dim, multiple of 8);  TILED 0: key head h / (Hv / Hk), 1: h % Hk
 // Bytes moved: the state once in and out, q and k of the head once a part.
 
-#include "attention/copy.cuh"
+#include "common/async_copy.cuh"
 #include "common/math.cuh"
 #include "common/paged.cuh"
 #include "common/warp.cuh"
@@ -50,12 +50,12 @@ __device__ __forceinline__ void fetch_chunk(Chunk& chunk, const float* qkv, int 
                                             int n_rows) {
     for (int i = threadIdx.x; i < n * (DIM / 4); i += THREADS) {
         int t = i / (DIM / 4), c = (i % (DIM / 4)) * 4;
-        copy16_async(&chunk.q[t][c], (const char*)(qkv + (long long)t * channels + q_at + c));
-        copy16_async(&chunk.k[t][c], (const char*)(qkv + (long long)t * channels + k_at + c));
+        copy_async16(&chunk.q[t][c], qkv + (long long)t * channels + q_at + c, true);
+        copy_async16(&chunk.k[t][c], qkv + (long long)t * channels + k_at + c, true);
     }
     for (int i = threadIdx.x; i < n * (ROWS_A_BLOCK / 4); i += THREADS) {
         int t = i / (ROWS_A_BLOCK / 4), c = (i % (ROWS_A_BLOCK / 4)) * 4;
-        if (c < n_rows) copy16_async(&chunk.v[t][c], (const char*)(qkv + (long long)t * channels + v_at + c));
+        if (c < n_rows) copy_async16(&chunk.v[t][c], qkv + (long long)t * channels + v_at + c, true);
     }
     commit_copies();
 }

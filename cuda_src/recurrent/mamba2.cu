@@ -8,7 +8,7 @@
 // -D  STATE (N, multiple of 8), HEAD_DIM (P)
 // Bytes moved: the state once in and out; B, C and x of the head per row part.
 
-#include "attention/copy.cuh"
+#include "recurrent/copy_floats.cuh"
 #include "common/math.cuh"
 #include "common/paged.cuh"
 #include "common/warp.cuh"
@@ -58,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int i = threadIdx.x; i < n * (STATE / 4); i += THREADS) {
             int t = i / (STATE / 4), c = (i % (STATE / 4)) * 4;
             const float* row = in + (long long)t * width + inner + group * STATE + c;
-            copy4_async(&chunk.b[t][c], row, aligned);
-            copy4_async(&chunk.c[t][c], row + n_groups * STATE, aligned);
+            copy_async_floats(&chunk.b[t][c], row, aligned);
+            copy_async_floats(&chunk.c[t][c], row + n_groups * STATE, aligned);
         }
         for (int i = threadIdx.x; i < n * ROWS_A_BLOCK; i += THREADS) {
             int t = i / ROWS_A_BLOCK, row = i % ROWS_A_BLOCK;

@@ -20,7 +20,10 @@ from rimuru.ops.cuda.launch import Kernel
 from rimuru.ops.cuda.loader import flatten
 
 HERE = Path(__file__).resolve().parent
-IN_PTX = ("shared_address", "copy_async16", "commit_copies", "wait_copies", "load_matrices", "multiply_add")
+IN_PTX = (
+    "shared_address", "copy_async16", "copy_async_float", "commit_copies", "wait_copies", "load_matrices",
+    "load_matrices_transposed", "multiply_add", "transpose_matrix",
+)  # fmt: skip
 """Functions of the sources that are written in PTX; host_device.hpp has their meaning."""
 
 _PACKERS = {"i32": np.int32, "i64": np.int64, "f32": np.float32, "u64": np.uint64}
@@ -37,7 +40,7 @@ def host_source(path: str, kernel_name: str) -> str:
     text = re.sub(r"^\s*#\s*include\s*<[^>]*>", "", text, flags=re.M)
     for name in IN_PTX:
         text = _cut(text, name)
-    text = text.replace("extern __shared__ __align__(16) __half shared[];", "__half* shared = (__half*)host_shared;")
+    text = re.sub(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];", r"\1* \2 = (\1*)host_shared;", text)
     launch = f'extern "C" void launch(const int* d, const void** v) {{ launch({kernel_name}, d, v); }}\n'
     return f'#include "{HERE / "host_device.hpp"}"\n{text}\n{launch}'
 

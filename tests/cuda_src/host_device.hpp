@@ -228,6 +228,38 @@ static inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
     return {(__half)((float)a.x * (float)b.x + (float)c.x), (__half)((float)a.y * (float)b.y + (float)c.y)};
 }
 
+static inline __half __float2half_rn(float x) { return (__half)x; }
+static inline float2 __half22float2(__half2 h) { return {(float)h.x, (float)h.y}; }
+
+// ---- blocks run one after the other, so what one wrote is there for the next
+static inline void __threadfence() {}
+static inline unsigned atomicInc(unsigned* p, unsigned limit) {
+    unsigned old = *p;
+    *p = old >= limit ? 0 : old + 1;
+    return old;
+}
+template <class T>
+static inline T atomicAdd(T* p, T v) {
+    T old = *p;
+    *p += v;
+    return old;
+}
+static inline int atomicMin(int* p, int v) {
+    int old = *p;
+    *p = std::min(old, v);
+    return old;
+}
+template <typename T>
+static inline T __ldcg(const T* p) { return __ldg(p); }
+static inline unsigned __ballot_sync(unsigned, bool v) {
+    auto all = share((int)v);
+    unsigned mask = 0;
+    for (int i = 0; i < 32; i++) mask |= (unsigned)(lane_value<int>(all, i) != 0) << i;
+    return mask;
+}
+static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+
 // ---- what the sources write in PTX (their definitions are cut out of the text)
 static inline unsigned shared_address(const void*) { return 0; }
 static inline void copy_async16(void* shared, const void* global, bool wanted) {
@@ -260,6 +292,28 @@ static inline void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned 
             c[i] += w * half_at(column * 4 + t, 4 + (k >= 8), k & 1);
         }
     }
+}
+
+static inline void copy_async_float(float* shared, const float* global) { *shared = *global; }
+template <class E>
+static inline void load_matrices_transposed(unsigned (&r)[4], const E* row) {
+    auto all = share(row);
+    int lane = current % 32;
+    for (int i = 0; i < 4; i++) {
+        E pair[2];
+        for (int h = 0; h < 2; h++) pair[h] = lane_value<const E*>(all, i * 8 + 2 * (lane % 4) + h)[lane / 4];
+        std::memcpy(&r[i], pair, 4);
+    }
+}
+static inline unsigned transpose_matrix(unsigned r) {
+    auto all = share(r);
+    int lane = current % 32;
+    unsigned out = 0;
+    for (int h = 0; h < 2; h++) {
+        int row = 2 * (lane % 4) + h, column = lane / 4;  // of the matrix that the warp brought
+        out |= (lane_value<unsigned>(all, row * 4 + column / 2) >> (16 * (column % 2)) & 0xffffu) << (16 * h);
+    }
+    return out;
 }
 
 // ---- launching: arguments are packed one after the other, each as the kernel's parameter type

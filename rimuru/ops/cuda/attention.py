@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,14 +21,11 @@ MAX_SPLITS = 32
 TARGET_BLOCKS = 264
 """Blocks that a decode launch aims at: two on each multiprocessor of the largest cards."""
 
+_DECODE_VECTOR_BYTES = 64 * 1024
+"""Shared memory for the vectors of a decode block's warps, at most."""
+
 _APPEND_WARPS = 4
 _PREFILL_ROWS = 64
-
-
-def _key_tile(key_dim: int, value_dim: int, element: str) -> int:
-    """Keys of a tile of the decode kernel."""
-    row_bytes = (key_dim + value_dim) * (4 if element == "f32" else 2)
-    return 64 if row_bytes <= 512 else 32 if row_bytes <= 1024 else 16
 
 
 def group_heads(n_head: int, group: KvGroupLayout) -> int:
@@ -38,7 +36,7 @@ def group_heads(n_head: int, group: KvGroupLayout) -> int:
 
 
 def decode_splits(n_queries: int, grid_x: int) -> int:
-    """Blocks that share one context (Z of paged_decode.cu)."""
+    """Blocks that share one context (Z of the decode kernels)."""
     return max(1, min(MAX_SPLITS, TARGET_BLOCKS // (n_queries * grid_x)))
 
 
@@ -56,6 +54,15 @@ def workspace_floats(n_head: int, group: KvGroupLayout, value_dim: int, max_quer
     return partial_floats(max(1, most), n_head, grid_x, value_dim)
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeKernel:
+    """A decode kernel, the threads of its block, and its dynamic shared memory."""
+
+    kernel: Kernel
+    n_threads: int
+    shared_bytes: int
+
+
 @cache
 def append_kernel(norm_kind: str, norm_last: bool, adjacent: bool, element: str, max_dim: int) -> Kernel:
     return Kernel(
@@ -63,7 +70,8 @@ def append_kernel(norm_kind: str, norm_last: bool, adjacent: bool, element: str,
         "prepare_qkv",
         "q: f32*, k: f32*, v: f32*, q_norm: f32*, k_norm: f32*, rope: f32*, positions: i32*, seq_of_token: i32*,"
         "kv_base: *, pages: i32*, page_bytes: i64, n_blocks: i32, page_tokens: i32, n_head: i32, n_head_kv: i32,"
-        "q_stride: i32, key_dim: i32, value_dim: i32, n_rot: i32, eps: f32",
+        "q_stride: i32, key_dim: i32, value_dim: i32, q_norm_dim: i32, k_norm_dim: i32, n_rot: i32, rope_first: i32,"
+        "eps: f32",
         {
             "NORM_KIND": NORM_IDS[norm_kind],
             "NORM_LAST": int(norm_last),
@@ -74,22 +82,31 @@ def append_kernel(norm_kind: str, norm_last: bool, adjacent: bool, element: str,
     )
 
 
+_DECODE_SIGNATURE = (
+    "q: f32*, positions: i32*, seq_of_token: i32*, query_start: i32*, kv_base: *, pages: i32*, sinks: f32*,"
+    f"partials: f32*, arrivals: *, out: f32*, {ACT_SIGNATURE}, page_bytes: i64, n_blocks: i32, page_tokens: i32,"
+    "n_head: i32, n_head_kv: i32, q_stride: i32, window: i32, gated: i32, by_sequence: i32, scale: f32"
+)
+
+
 @cache
-def decode_kernel(key_dim: int, value_dim: int, heads: int, element: str, values_are_keys: bool) -> Kernel:
-    return Kernel(
-        "attention/paged_decode.cu",
-        "paged_decode",
-        "q: f32*, positions: i32*, seq_of_token: i32*, query_start: i32*, kv_base: *, pages: i32*, sinks: f32*,"
-        f"partials: f32*, arrivals: *, out: f32*, {ACT_SIGNATURE}, page_bytes: i64, n_blocks: i32, page_tokens: i32,"
-        "n_head: i32, n_head_kv: i32, q_stride: i32, window: i32, gated: i32, by_sequence: i32, scale: f32",
-        {
-            "KEY_DIM": key_dim,
-            "VALUE_DIM": value_dim,
-            "GROUP": heads,
-            "ELEMENT": ELEMENT_IDS[element],
-            "VALUES_ARE_KEYS": int(values_are_keys),
-        },
-    )
+def decode_kernel(key_dim: int, value_dim: int, heads: int, element: str, values_are_keys: bool) -> DecodeKernel:
+    """The tensor-core kernel where it can do the shape, else the wide one."""
+    defines = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "GROUP": heads, "ELEMENT": ELEMENT_IDS[element]}
+    size = 4 if element == "f32" else 2
+    if size == 2 and not values_are_keys and max(key_dim, value_dim) <= 256:
+        warps, min_blocks = (4, 3) if max(key_dim, value_dim) <= 128 and heads <= 8 else (8, 1)
+        if warps * heads * value_dim * 4 > _DECODE_VECTOR_BYTES:
+            warps = 4
+        defines |= {"WARPS": warps, "MIN_BLOCKS": min_blocks}
+        kernel = Kernel("attention/paged_decode.cu", "paged_decode", _DECODE_SIGNATURE, defines)
+        return DecodeKernel(kernel, 32 * warps, 4 * warps * heads * value_dim)
+    row_bytes = (key_dim + value_dim) * size
+    tile = 64 if row_bytes <= 512 else 32 if row_bytes <= 1024 else 16
+    defines["VALUES_ARE_KEYS"] = int(values_are_keys)
+    kernel = Kernel("attention/paged_decode_wide.cu", "paged_decode_wide", _DECODE_SIGNATURE, defines)
+    stored = key_dim * size + 16 + (0 if values_are_keys else value_dim * size)
+    return DecodeKernel(kernel, 256 if value_dim > 256 else 128, 2 * tile * stored)
 
 
 @cache
@@ -135,6 +152,7 @@ def prepare_qkv(
     q_stride: int,
     step: Step,
     kv: KvLayer,
+    rope_first: int = 0,
 ) -> None:
     group = kv.group
     check_layout(group, kv.page_bytes, kv.layer_offset_bytes)
@@ -150,9 +168,15 @@ def prepare_qkv(
         (
             q, k, v, q_norm, k_norm, rope, step.positions, step.seq_of_token, kv.pool_base + kv.layer_offset_bytes,
             pages, kv.page_bytes, pages.shape[1], group.page_tokens, n_head, group.n_head_kv, q_stride,
-            group.key_dim, group.value_dim, 0 if rope is None else rope.shape[1], eps,
+            group.key_dim, group.value_dim, _norm_dim(q_norm, norm_kind, group), _norm_dim(k_norm, norm_kind, group),
+            0 if rope is None else rope.shape[1], rope_first, eps,
         ),
     )  # fmt: skip
+
+
+def _norm_dim(weight: Array | None, norm_kind: str, group: KvGroupLayout) -> int:
+    """Dims of a head that a norm covers."""
+    return int(weight.size) if weight is not None and norm_kind == "head" else group.key_dim
 
 
 class Attention:
@@ -239,22 +263,16 @@ class Attention:
         splits = decode_splits(n_queries, grid_x)
         n_floats = partial_floats(n_queries, n_head, grid_x, value_dim)
         self.reserve(n_floats)
-        decode_kernel(group.key_dim, value_dim, heads, group.element, group.value_dim == 0)(
+        chosen = decode_kernel(group.key_dim, value_dim, heads, group.element, group.value_dim == 0)
+        chosen.kernel(
             (grid_x, n_queries, splits),
-            (256 if value_dim > 256 else 128,),
+            (chosen.n_threads,),
             (
                 q, step.positions, step.seq_of_token, step.query_start, *where, self._partials, self._arrivals,
                 out.f32, *act, page_bytes, *shape, by_sequence, scale,
             ),
-            shared_bytes=_decode_shared_bytes(group, value_dim),
+            shared_bytes=chosen.shared_bytes,
         )  # fmt: skip
-
-
-def _decode_shared_bytes(group: KvGroupLayout, value_dim: int) -> int:
-    """Two tiles of K (rows padded by 16 bytes) and V."""
-    size = group.element_bytes
-    stored_values = value_dim * size if group.value_dim else 0
-    return 2 * _key_tile(group.key_dim, value_dim, group.element) * (group.key_dim * size + 16 + stored_values)
 
 
 def _prefill_shared_bytes(key_dim: int, value_dim: int) -> int:

@@ -1,0 +1,172 @@
+"""The pointwise, attention, recurrent and sampling kernels on the host, against the reference: small shapes."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import emulate
+from cases import attention as attention_cases
+from cases import pointwise as pointwise_cases
+from cases import recurrent as recurrent_cases
+from cases import sampling as sampling_cases
+from cases.attention import AttentionShape, attention_case
+from cases.common import Case, compare
+from cases.recurrent import Tokens, conv_case, delta_case, mamba1_case, mamba2_case
+from cases.sampling import sample_case
+from rimuru.arch.spec import DeltaNetSpec, Mamba1Spec, Mamba2Spec
+from rimuru.batch import Batch
+from rimuru.ops.base import Act, Step
+from rimuru.ops.cuda.launch import Kernel
+
+pytestmark = pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler")
+
+
+class HostArray(np.ndarray):
+    """A NumPy array that has its address where CuPy's have it."""
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        return types.SimpleNamespace(ptr=self.ctypes.data)
+
+
+def host(values: np.ndarray) -> np.ndarray:
+    return emulate.upload(values).view(HostArray)
+
+
+class HostStaged:
+    """StagedBytes without a device."""
+
+    def __init__(self) -> None:
+        self.sent: list[np.ndarray] = []
+
+    def reserve(self, n_bytes: int) -> None:
+        """Nothing is kept in one block."""
+
+    def send(self, arrays: Any) -> list[int]:
+        self.sent = [host(np.ascontiguousarray(array)) for array in arrays]
+        return [int(array.ctypes.data) for array in self.sent]
+
+
+class EmulatedFamilies:
+    """The verbs of these families through their launchers."""
+
+    name = "cuda, emulated"
+
+    def __init__(self, deterministic: bool = False) -> None:
+        from rimuru.ops.cuda import attention, matmul, pointwise, recurrent, sampling
+
+        for module, verbs in (
+            (pointwise, "rms_norm add_norm gated_norm glu multiply row_gate gather_rows finish_logits"),
+            (attention, "prepare_qkv"),
+            (recurrent, "conv_update delta_net mamba2 mamba1"),
+        ):
+            for verb in verbs.split():
+                setattr(self, verb, getattr(module, verb))
+        self._matmul = matmul
+        self.attention = attention.Attention(deterministic)
+        self.sample = sampling.Sampler()
+        self.sample._staged = HostStaged()  # type: ignore[assignment]
+
+    def act(self, n_tokens: int, width: int) -> Act:
+        return self._matmul.act(n_tokens, width)
+
+    def empty(self, shape: Any, dtype: Any) -> np.ndarray:
+        return emulate.aligned(shape, dtype).view(HostArray)
+
+    def upload(self, values: np.ndarray) -> np.ndarray:
+        return host(values)
+
+    def download(self, array: np.ndarray) -> np.ndarray:
+        return np.array(array)
+
+    def stage(self, batch: Batch) -> Step:
+        names = [name for name in Step.__dataclass_fields__ if name != "host"]
+        return Step(batch, *(host(getattr(batch, name)) for name in names))
+
+
+@pytest.fixture(scope="module")
+def ops(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedFamilies]:
+    emulator = emulate.Emulator(tmp_path_factory.mktemp("kernels"))
+    cupy = emulate.fake_cupy()
+    cupy.zeros = lambda shape, dtype: host(np.zeros(shape, dtype))  # type: ignore[attr-defined]
+    cupy.float32, cupy.uint32, cupy.uint64 = np.float32, np.uint32, np.uint64  # type: ignore[attr-defined]
+
+    def launch(self: Kernel, grid: Any, block: Any, args: Any, shared_bytes: int = 0, stream: Any = None) -> None:
+        assert shared_bytes <= 99 * 1024, self.name  # what a block may have on every supported card
+        emulator.launch(self, grid, block, args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", cupy)
+        patch.setattr(Kernel, "__call__", launch)
+        yield EmulatedFamilies()
+
+
+ATTENTION = [
+    attention_case("decode", AttentionShape([1], [300], 8, 1, 128, 128, 72, "f16")),
+    attention_case("decode of several", AttentionShape([1] * 3, [1, 17, 66], 16, 2, element="f16")),
+    attention_case("decode, window, sinks", AttentionShape([1], [200], 4, 2, element="f16", window=70, sinks=True)),
+    attention_case("decode, groups of 16, gate", AttentionShape([1], [40], 16, 1, element="f16", gated=True)),
+    attention_case("decode, 256 dims", AttentionShape([1], [35], 8, 1, 256, 256, element="f16")),
+    attention_case("decode, 96 and 80 dims", AttentionShape([1], [35], 5, 1, 96, 80, element="f16")),
+    attention_case("wide decode, f32", AttentionShape([1, 1], [40, 99], 6, 2)),
+    attention_case("wide decode, latent keys", AttentionShape([1], [40], 8, 1, 96, 0, value_width=64, element="f16")),
+    attention_case("prompt", AttentionShape([30], [70], 8, 2, element="f16", page_tokens=27)),
+    attention_case("prompt, 128 dims", AttentionShape([9], [80], 8, 1, 128, 128, 72, "f16")),
+    attention_case("prompt, 192 and 128 dims", AttentionShape([9], [40], 4, 1, 192, 128, element="f16", gated=False)),
+    attention_case("mixed, window, sinks", AttentionShape([1, 20], [90, 85], 4, 2, element="f16", window=33, sinks=True)),
+]
+RECURRENT = [
+    conv_case("mixed", Tokens([3, 1, 9, 1], [3, 5, 20, 1]), 40, 4, True, True),
+    conv_case("decode", Tokens([1, 1], [1, 5]), 40, 4, True, True),
+    delta_case("mixed", Tokens([3, 1, 19], [3, 5, 30]), DeltaNetSpec(2, 4, 24, 4, "tiled")),
+    delta_case("decode", Tokens([1, 1], [1, 5]), DeltaNetSpec(1, 2, 64, 4, "grouped")),
+    mamba2_case("mixed", Tokens([3, 1, 19], [3, 5, 30]), Mamba2Spec(30, 24, 3, 1, 4)),
+    mamba2_case("state of 128", Tokens([9], [9]), Mamba2Spec(128, 128, 2, 1, 4)),
+    mamba1_case("mixed", Tokens([3, 1, 19], [3, 5, 30]), Mamba1Spec(40, 16, 8, 4)),
+]
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda case: case.name)
+def test_attention(case: Case, ops: EmulatedFamilies) -> None:
+    inputs = case.inputs()
+    compare(case.run(ops, inputs), case.expected(inputs), 8e-3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", attention_cases.QKV_CASES[:-1], ids=lambda case: case.name)
+def test_prepare_qkv(case: Case, ops: EmulatedFamilies) -> None:
+    if "bf16" in case.name:
+        pytest.skip("the host has no bf16 conversions")
+    inputs = case.inputs()
+    compare(case.run(ops, inputs), case.expected(inputs), 2e-5, case.tolerances)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=lambda case: case.name)
+def test_recurrent(case: Case, ops: EmulatedFamilies) -> None:
+    inputs = case.inputs()
+    compare(case.run(ops, inputs), case.expected(inputs), max(5e-5, 3 * case.tolerance))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", [c for c in pointwise_cases.CASES if c.kind == "edge"], ids=lambda case: case.name)
+def test_pointwise(case: Case, ops: EmulatedFamilies) -> None:
+    inputs = case.inputs()
+    compare(case.run(ops, inputs), case.expected(inputs), max(case.tolerance, 2e-5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", [sample_case(3, 100), sample_case(4, 1000), sample_case(3, 50, greedy=True)], ids=lambda case: case.name)
+def test_sampling(case: Case, ops: EmulatedFamilies) -> None:
+    inputs = case.inputs()
+    got, want = case.run(ops, inputs), case.expected(inputs)  # type: ignore[arg-type]
+    assert all(np.array_equal(got[name], want[name]) for name in want)
+
+
+def test_the_cases_cover_what_they_name() -> None:
+    """A renamed case would leave a family untested."""
+    assert recurrent_cases.CASES and sampling_cases.CASES and len(ATTENTION) == len({case.name for case in ATTENTION})
