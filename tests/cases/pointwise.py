@@ -1,4 +1,4 @@
-"""Cases of the pointwise verbs and of the router."""
+"""Cases of the pointwise verbs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cases.common import Case, Inputs, Outputs, act_of, normal
-from rimuru.arch.spec import Activation, Gating, MoeSpec
+from rimuru.arch.spec import Activation
 from rimuru.ops.base import Ops
 
 _EPS = 1e-6
@@ -138,41 +138,6 @@ def _finish_logits(n_rows: int, n_vocab: int, softcap: float | None) -> Case:
     return _case(f"finish_logits {n_rows}x{n_vocab} cap {softcap}", make, run, n_rows, n_vocab, 2)
 
 
-def _route(
-    name: str,
-    n_tokens: int,
-    n_experts: int,
-    top_k: int,
-    gating: Gating,
-    bias: bool = False,
-    renormalise: bool = True,
-    scale: float = 1.0,
-    groups: tuple[int, int] = (1, 1),
-    favour_high: bool = False,
-) -> Case:
-    spec = MoeSpec(
-        n_experts, top_k, 64, gating=gating, renormalise=renormalise, weights_scale=scale, n_groups=groups[0],
-        n_groups_used=groups[1],
-    )  # fmt: skip
-
-    def make(rng: np.random.Generator) -> Inputs:
-        logits = normal(rng, n_tokens, n_experts, scale=2.0)
-        if favour_high:
-            logits[:, n_experts // 2 :] += 8.0
-        return {"logits": logits, "bias": normal(rng, n_experts, scale=0.3) if bias else None}
-
-    def run(ops: Ops, i: Inputs) -> Outputs:
-        ids = ops.empty((n_tokens, top_k), np.int32)
-        weights = ops.empty((n_tokens, top_k), np.float32)
-        bias_array = None if i["bias"] is None else ops.upload(i["bias"])
-        ops.route(ops.upload(i["logits"]), spec, bias_array, ids, weights)
-        return {"ids": ops.download(ids), "weights": ops.download(weights)}
-
-    kind: Any = "model" if n_experts >= 128 else "edge"
-    n_bytes = n_tokens * (n_experts + 2 * top_k) * 4
-    return Case(f"route {name}", make, run, lambda _: n_bytes, lambda _: n_tokens * n_experts * 8, 5e-6, kind)
-
-
 SHAPES = ((1, 1), (3, 7), (2, 100), (5, 288), (1, 2048), (64, 2048))
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu2", "swiglu_oai", "identity")
 
@@ -190,22 +155,4 @@ CASES: tuple[Case, ...] = (
     *[_row_gate(*shape) for shape in SHAPES],
     *[_gather_rows(*shape) for shape in SHAPES],
     *[_finish_logits(2, 1000, cap) for cap in (None, 30.0)],
-)
-
-ROUTE_CASES: tuple[Case, ...] = (
-    _route("softmax renormalised", 5, 128, 8, "softmax"),
-    _route("softmax plain", 5, 60, 4, "softmax", renormalise=False),
-    _route("softmax plain scaled", 3, 64, 6, "softmax", renormalise=False, scale=16.0),
-    _route("sigmoid bias scale", 4, 64, 6, "sigmoid", bias=True, scale=2.5),
-    _route("sigmoid groups", 6, 256, 8, "sigmoid", bias=True, scale=2.5, groups=(8, 4)),
-    _route("softmax groups", 6, 160, 6, "softmax", renormalise=False, scale=16.0, groups=(8, 3)),
-    _route("groups of one", 6, 8, 2, "sigmoid", groups=(8, 4)),
-    _route("selected", 5, 32, 4, "softmax_selected", renormalise=False),
-    _route("sqrt softplus", 5, 256, 6, "sqrt_softplus", bias=True, scale=1.5),
-    _route("512 experts", 4, 512, 10, "softmax", favour_high=True),
-    _route("1000 experts", 2, 1000, 17, "sigmoid", favour_high=True),
-    _route("one expert", 3, 1, 1, "softmax"),
-    _route("all experts", 3, 24, 24, "softmax", renormalise=False),
-    _route("not a power of two", 3, 60, 4, "softmax_selected"),
-    _route("512 tokens", 512, 128, 8, "softmax"),
 )

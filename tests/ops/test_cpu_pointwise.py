@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cases.common import Case, normal
-from cases.pointwise import CASES, ROUTE_CASES
+from cases.moe import ROUTE_CASES
+from cases.pointwise import CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,6 +107,12 @@ def test_high_experts_win() -> None:
 def test_equal_scores_go_to_the_lowest_id() -> None:
     assert _route([1.0] * 40, top_k=5)[0].tolist() == [0, 1, 2, 3, 4]
     assert _route([0.0, 2.0, 2.0, 1.0, 2.0], top_k=4)[0].tolist() == [1, 2, 4, 3]
+
+
+def test_groups_of_one_expert() -> None:
+    """A group with a single expert counts that expert's score."""
+    ids, _ = _route([0.1, 3.0, 0.2, 2.0, 0.3], top_k=2, gating="sigmoid", n_groups=5, n_groups_used=2)
+    assert ids.tolist() == [1, 3]
 
 
 def test_vanishing_sum_is_clamped() -> None:

@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numba import carray, njit
 
-from rimuru.ops.cpu.lanes import W, dot, floats
+from rimuru.ops.cpu.lanes import W, dot, exp, floats, fma
 from rimuru.ops.cpu.pointwise import copy_row, row_of, sigmoid
 from rimuru.ops.cpu.recurrent_rows import ROWS, delta_rows, scan_rows, scan_rows_each
 
@@ -23,6 +23,26 @@ def _softplus(z):  # type: ignore[no-untyped-def]
     """log(1 + exp(z)), formed in float64."""
     wide = np.float64(z)
     return max(wide, 0.0) + math.log1p(math.exp(-abs(wide)))
+
+
+@njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
+def _softplus_fast(z):  # type: ignore[no-untyped-def]
+    """log(1 + exp(z)) of a float32; loops over it become vector code.
+
+    With u = exp(-|z|) in (0, 1]: log(1 + u) = 2 artanh(s), s = u / (2 + u) <= 1/3, whose series ends with s^15.
+    """
+    small = exp(-abs(z))
+    s = small / (small + np.float32(2.0))
+    square = s * s
+    series = np.float32(1.0 / 15.0)
+    series = fma(series, square, np.float32(1.0 / 13.0))
+    series = fma(series, square, np.float32(1.0 / 11.0))
+    series = fma(series, square, np.float32(1.0 / 9.0))
+    series = fma(series, square, np.float32(1.0 / 7.0))
+    series = fma(series, square, np.float32(1.0 / 5.0))
+    series = fma(series, square, np.float32(1.0 / 3.0))
+    series = fma(series, square, np.float32(1.0))
+    return max(z, np.float32(0.0)) + np.float32(2.0) * s * series
 
 
 @njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
@@ -208,6 +228,7 @@ def mamba1_block(x, dt, b, c, a, d, start_channel, stop_channel, first, last, ad
     steps, gains = np.zeros((_PIECE, n_rows), np.float32), np.zeros((_PIECE, n_rows), np.float32)
     results = np.empty((_PIECE, n_rows), np.float32)
     state = _open_state(address, count_channels, size, fresh, padded)
+    skips = d[start_channel:stop_channel]
     for channel in range(start_channel, stop_channel):
         copy_row(rates[channel - start_channel], a[channel, :size])
     for start in range(first, last, _PIECE):
@@ -215,10 +236,11 @@ def mamba1_block(x, dt, b, c, a, d, start_channel, stop_channel, first, last, ad
         for i in range(count):
             copy_row(b_rows[i], b[start + i, :size])
             copy_row(c_rows[i], c[start + i, :size])
+            raw = row_of(dt, start + i)[start_channel:stop_channel]
+            inputs = row_of(x, start + i)[start_channel:stop_channel]
             for j in range(count_channels):
-                step = np.float32(_softplus(dt[start + i, start_channel + j]))
-                steps[i, j] = step
-                gains[i, j] = step * x[start + i, start_channel + j]
+                steps[i, j] = _softplus_fast(raw[j])
+                gains[i, j] = steps[i, j] * inputs[j]
         for row in range(0, n_rows, ROWS):
             place = row * width * 4
             for i in range(count):
@@ -229,8 +251,8 @@ def mamba1_block(x, dt, b, c, a, d, start_channel, stop_channel, first, last, ad
                     results.ctypes.data + at, width,
                 )  # fmt: skip
         for i in range(count):
+            target, inputs = row_of(out, start + i)[start_channel:], row_of(x, start + i)[start_channel:]
             for j in range(count_channels):
-                channel = start_channel + j
-                out[start + i, channel] = results[i, j] + d[channel] * x[start + i, channel]
+                target[j] = results[i, j] + skips[j] * inputs[j]
     _close_state(address, count_channels, size, padded)
     _keep_alive(rates, b_rows, c_rows, steps, gains, results)
