@@ -8,6 +8,8 @@
 //   IS_FLOAT         plain numbers; then load8 and pair in place of unpack
 //   OFFSET           offset[] is used
 //   ONE_BLOCK        both groups lie in one activation block and have one scale and offset
+//   PAIRED           pieces 2 i and 2 i + 1 have equal scales and offsets, and group g of both lies in one activation
+//                    block; then load_second brings the odd one
 //   ORDER            formats of equal order have equal group(): 0 = pieces of 32 neighbours
 //   POST             power of two that keeps scale[] in float32's normal range
 //   Raw, load        the stored bytes of a piece in registers
@@ -68,6 +70,23 @@ __device__ __forceinline__ float dot(const Piece& w, const ActPiece& x, float ac
     if (F::OFFSET) {
         r0 = fmaf(w.offset[0], x.sum[0], r0);
         r1 = fmaf(w.offset[1], x.sum[1], r1);
+    }
+    return fmaf(x.scale[1], r1, fmaf(x.scale[0], r0, acc));
+}
+
+// The same for the two pieces of a pair, whose groups are added before they are scaled.
+template <class F>
+__device__ __forceinline__ float dot_pair(const Piece& w, const Piece& w2, const ActPiece& x, const ActPiece& x2, float acc) {
+    int a = 0, b = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        a = __dp4a((int)w2.q[i], (int)x2.q[i], __dp4a((int)w.q[i], (int)x.q[i], a));
+        b = __dp4a((int)w2.q[4 + i], (int)x2.q[4 + i], __dp4a((int)w.q[4 + i], (int)x.q[4 + i], b));
+    }
+    float r0 = w.scale[0] * (float)a, r1 = w.scale[1] * (float)b;
+    if (F::OFFSET) {
+        r0 = fmaf(w.offset[0], x.sum[0] + x2.sum[0], r0);
+        r1 = fmaf(w.offset[1], x.sum[1] + x2.sum[1], r1);
     }
     return fmaf(x.scale[1], r1, fmaf(x.scale[0], r0, acc));
 }

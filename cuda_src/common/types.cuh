@@ -86,6 +86,26 @@ __device__ __forceinline__ void load_words(const u8* p, u32 (&w)[N]) {
     for (int i = 0; i < N; i++) w[i] = __funnelshift_r(a[i], a[i + 1], shift);
 }
 
+// N words (a multiple of four) from any address, by N / 4 + 1 aligned loads of 16 bytes: where neighbouring lanes read
+// neighbouring pieces, the number of loads is what the first-level cache is short of. Every loaded vector holds at least
+// one of the wanted bytes.
+template <int N>
+__device__ __forceinline__ void load_vectors(const u8* p, u32 (&w)[N]) {
+    const uint4* base = (const uint4*)((u64)p & ~15ull);
+    u32 offset = (u32)(u64)p & 15u, a[N + 4];
+#pragma unroll
+    for (int i = 0; i < N / 4 + 1; i++) {
+        uint4 v = i < N / 4 || offset ? __ldg(base + i) : make_uint4(0u, 0u, 0u, 0u);
+        a[4 * i] = v.x, a[4 * i + 1] = v.y, a[4 * i + 2] = v.z, a[4 * i + 3] = v.w;
+    }
+#pragma unroll
+    for (int i = 0; i < N + 2; i++) a[i] = offset & 8u ? a[i + 2] : a[i];
+#pragma unroll
+    for (int i = 0; i < N + 1; i++) a[i] = offset & 4u ? a[i + 1] : a[i];
+#pragma unroll
+    for (int i = 0; i < N; i++) w[i] = __funnelshift_r(a[i], a[i + 1], (offset & 3u) * 8u);
+}
+
 __device__ __forceinline__ float half_bits_to_float(u32 bits) {
     return __half2float(__ushort_as_half((u16)bits));
 }

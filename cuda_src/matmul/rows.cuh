@@ -2,8 +2,9 @@
 //
 //   acc[r][t] = sum over the lane's pieces of rows[r] . activation of tokens[t]
 //
-// L neighbouring lanes share a row; lane l takes pieces l, l + L, ... A lane works on R rows and T tokens at once. The
-// order of a row's sums depends on L and on nothing else, not on R or T: results are equal for every batch size.
+// L neighbouring lanes share a row; lane l takes pieces (or pairs of pieces) l, l + L, ... A lane works on R rows and T
+// tokens at once. The order of a row's sums depends on L and on nothing else, not on R or T: results are equal for every
+// batch size.
 #pragma once
 
 #include "common/dot.cuh"
@@ -24,34 +25,50 @@
 template <class F, int L, int R, int T>
 __device__ __forceinline__ void integer_dots(const u8* const (&rows)[R], const ActView& x, const int (&tokens)[T],
                                              int n_tokens, int lane, float (&acc)[R][T]) {
-    constexpr int WORDS = R * (int)(sizeof(typename F::Raw) / 4);
+    constexpr int SPAN = F::PAIRED ? 2 : 1;  // pieces that are handled together
+    constexpr int WORDS = SPAN * R * (int)(sizeof(typename F::Raw) / 4);
     constexpr int DEPTH = STAGE_WORDS / WORDS < 1 ? 1 : STAGE_WORDS / WORDS > 4 ? 4 : STAGE_WORDS / WORDS;
-    int n_pieces = x.width / 32, n_blocks = x.width / ACT_BLOCK;
-    for (int first = lane; first < n_pieces; first += L * DEPTH) {
-        typename F::Raw raw[DEPTH][R];
+    int n_spans = x.width / (32 * SPAN), n_blocks = x.width / ACT_BLOCK;
+    for (int first = lane; first < n_spans; first += L * DEPTH) {
+        typename F::Raw raw[DEPTH][R][SPAN];
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
-            if (first + d * L < n_pieces) {
+            int span = first + d * L;
+            if (span < n_spans) {
 #pragma unroll
-                for (int r = 0; r < R; r++) F::load(rows[r], first + d * L, raw[d][r]);
+                for (int r = 0; r < R; r++) {
+                    F::load(rows[r], span * SPAN, raw[d][r][0]);
+                    if constexpr (F::PAIRED) F::load_second(rows[r], span * 2 + 1, raw[d][r][0], raw[d][r][1]);
+                }
             }
         }
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
-            int piece = first + d * L;
-            if (piece < n_pieces) {
-                Piece w[R];
+            int span = first + d * L;
+            if (span < n_spans) {
+                Piece w[R][SPAN];
 #pragma unroll
-                for (int r = 0; r < R; r++) F::unpack(raw[d][r], piece, w[r]);
+                for (int r = 0; r < R; r++) {
+#pragma unroll
+                    for (int i = 0; i < SPAN; i++) F::unpack(raw[d][r][i], span * SPAN + i, w[r][i]);
+                }
 #pragma unroll
                 for (int t = 0; t < T; t++) {
                     if (T == 1 || t < n_tokens) {
-                        ActPiece a;
+                        ActPiece a[SPAN];
                         i64 token = tokens[t];
-                        load_act<F>(x.values + token * x.width, x.scales + token * n_blocks, x.sums + token * n_blocks,
-                                    piece, a);
 #pragma unroll
-                        for (int r = 0; r < R; r++) acc[r][t] = dot<F>(w[r], a, acc[r][t]);
+                        for (int i = 0; i < SPAN; i++)
+                            load_act<F>(x.values + token * x.width, x.scales + token * n_blocks,
+                                        x.sums + token * n_blocks, span * SPAN + i, a[i]);
+#pragma unroll
+                        for (int r = 0; r < R; r++) {
+                            if constexpr (F::PAIRED) {
+                                acc[r][t] = dot_pair<F>(w[r][0], w[r][1], a[0], a[1], acc[r][t]);
+                            } else {
+                                acc[r][t] = dot<F>(w[r][0], a[0], acc[r][t]);
+                            }
+                        }
                     }
                 }
             }

@@ -6,6 +6,7 @@
 struct bf16 {
     static constexpr int BLOCK = 1, BYTES = 2;
     static constexpr bool IS_FLOAT = true, OFFSET = false, ONE_BLOCK = true;
+    static constexpr bool PAIRED = false;
     static constexpr int ORDER = 0;
     static constexpr float POST = 1.0f;
 

@@ -13,6 +13,7 @@
 struct iq4_xs {
     static constexpr int BLOCK = 256, BYTES = 136;
     static constexpr bool IS_FLOAT = false, OFFSET = false, ONE_BLOCK = true;
+    static constexpr bool PAIRED = false;
     static constexpr int ORDER = 0;
     static constexpr float POST = 1.0f;
 

@@ -13,6 +13,7 @@
 struct mxfp4 {
     static constexpr int BLOCK = 32, BYTES = 17;
     static constexpr bool IS_FLOAT = false, OFFSET = false, ONE_BLOCK = true;
+    static constexpr bool PAIRED = false;
     static constexpr int ORDER = 0;
     static constexpr float POST = 0.25f;
 
@@ -24,7 +25,7 @@ struct mxfp4 {
     static __device__ __forceinline__ void load(const u8* row, int piece, Raw& r) {
         const u8* block = row + piece * BYTES;
         r.e = load_u8(block);
-        load_words(block + 1, r.qs);
+        load_vectors(block + 1, r.qs);
     }
 
     static __device__ __forceinline__ int group(int piece, int g) { return piece * 32 + g * 16; }

@@ -12,6 +12,7 @@
 struct q2_k {
     static constexpr int BLOCK = 256, BYTES = 84;
     static constexpr bool IS_FLOAT = false, OFFSET = true, ONE_BLOCK = false;
+    static constexpr bool PAIRED = false;
     static constexpr int ORDER = 3;
     static constexpr float POST = 1.0f;
 

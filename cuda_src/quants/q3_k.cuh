@@ -13,6 +13,7 @@
 struct q3_k {
     static constexpr int BLOCK = 256, BYTES = 110;
     static constexpr bool IS_FLOAT = false, OFFSET = false, ONE_BLOCK = false;
+    static constexpr bool PAIRED = false;
     static constexpr int ORDER = 3;
     static constexpr float POST = 1.0f;
 
@@ -31,8 +32,8 @@ struct q3_k {
     static __device__ __forceinline__ void load(const u8* row, int piece, Raw& r) {
         const u8* block = row + (piece >> 3) * BYTES;
         int unit = (piece >> 1) & 3, s = first_scale(piece);
-        load_words(block + 32 + 16 * unit, r.qs);
-        load_words(block + 16 * (unit & 1), r.high);
+        load_vectors(block + 32 + 16 * unit, r.qs);
+        load_vectors(block + 16 * (unit & 1), r.high);
         r.d = load_u16(block + 108);
         const u8* scales = block + 96;
         r.low_bits = load_u8(scales + (s & 7)) | (load_u8(scales + ((s + 2) & 7)) << 8);

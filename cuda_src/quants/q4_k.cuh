@@ -13,6 +13,7 @@
 struct q4_k {
     static constexpr int BLOCK = 256, BYTES = 144;
     static constexpr bool IS_FLOAT = false, OFFSET = true, ONE_BLOCK = false;
+    static constexpr bool PAIRED = true;
     static constexpr int ORDER = 1;
     static constexpr float POST = 1.0f;
 
@@ -25,6 +26,13 @@ struct q4_k {
         const u8* block = row + (piece >> 3) * BYTES;
         load_words16(block, r.head);
         load_words16(block + 16 + 16 * (piece & 7), r.qs);
+    }
+
+    // The piece after an even one, whose head is known.
+    static __device__ __forceinline__ void load_second(const u8* row, int piece, const Raw& first, Raw& r) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) r.head[i] = first.head[i];
+        load_words16(row + (piece >> 3) * BYTES + 16 + 16 * (piece & 7), r.qs);
     }
 
     static __device__ __forceinline__ int group(int piece, int g) {

@@ -10,6 +10,7 @@
 struct q5_1 {
     static constexpr int BLOCK = 32, BYTES = 24;
     static constexpr bool IS_FLOAT = false, OFFSET = true, ONE_BLOCK = true;
+    static constexpr bool PAIRED = false;
     static constexpr int ORDER = 0;
     static constexpr float POST = 1.0f;
 

@@ -12,6 +12,7 @@
 struct q5_k {
     static constexpr int BLOCK = 256, BYTES = 176;
     static constexpr bool IS_FLOAT = false, OFFSET = true, ONE_BLOCK = false;
+    static constexpr bool PAIRED = true;
     static constexpr int ORDER = 1;
     static constexpr float POST = 1.0f;
 
@@ -24,6 +25,15 @@ struct q5_k {
     static __device__ __forceinline__ void load(const u8* row, int piece, Raw& r) {
         const u8* block = row + (piece >> 3) * BYTES;
         load_words16(block, r.head);
+        load_words16(block + 16 + 16 * (piece & 1), r.high);
+        load_words16(block + 48 + 16 * (piece & 7), r.qs);
+    }
+
+    // The piece after an even one, whose head is known.
+    static __device__ __forceinline__ void load_second(const u8* row, int piece, const Raw& first, Raw& r) {
+        const u8* block = row + (piece >> 3) * BYTES;
+#pragma unroll
+        for (int i = 0; i < 4; i++) r.head[i] = first.head[i];
         load_words16(block + 16 + 16 * (piece & 1), r.high);
         load_words16(block + 48 + 16 * (piece & 7), r.qs);
     }

@@ -12,6 +12,7 @@
 struct q6_k {
     static constexpr int BLOCK = 256, BYTES = 210;
     static constexpr bool IS_FLOAT = false, OFFSET = false, ONE_BLOCK = false;
+    static constexpr bool PAIRED = false;
     static constexpr int ORDER = 2;
     static constexpr float POST = 1.0f;
 
@@ -25,8 +26,8 @@ struct q6_k {
     static __device__ __forceinline__ void load(const u8* row, int piece, Raw& r) {
         const u8* block = row + (piece >> 3) * BYTES;
         int half = (piece >> 2) & 1, unit = piece & 3;
-        load_words(block + 64 * half + 16 * unit, r.ql);
-        load_words(block + 128 + 32 * half + 16 * (unit & 1), r.qh);
+        load_vectors(block + 64 * half + 16 * unit, r.ql);
+        load_vectors(block + 128 + 32 * half + 16 * (unit & 1), r.qh);
         const u8* scales = block + 192 + 8 * half + unit;
         r.scales = load_u8(scales) | (load_u8(scales + 4) << 8);
         r.d = load_u16(block + 208);

@@ -9,6 +9,7 @@
 struct q8_0 {
     static constexpr int BLOCK = 32, BYTES = 34;
     static constexpr bool IS_FLOAT = false, OFFSET = false, ONE_BLOCK = true;
+    static constexpr bool PAIRED = false;
     static constexpr int ORDER = 0;
     static constexpr float POST = 1.0f;
 
@@ -20,7 +21,7 @@ struct q8_0 {
     static __device__ __forceinline__ void load(const u8* row, int piece, Raw& r) {
         const u8* block = row + piece * BYTES;
         r.d = load_u16(block);
-        load_words(block + 2, r.qs);
+        load_vectors(block + 2, r.qs);
     }
 
     static __device__ __forceinline__ int group(int piece, int g) { return piece * 32 + g * 16; }

@@ -116,6 +116,7 @@ def _edge_cases() -> list[Case]:
             linear_case(f"q, k, v of three types T={n_tokens}", mixed, [192, 64, 33], 512, n_tokens, full=True)
         )
     cases.append(linear_case("f32 and q8_0 T=20", ["f32", "q8_0"], [60, 96], 256, 20))
+    cases.append(linear_case("f32 router 70x80 T=1030", ["f32"], [70], 80, 1030, full=True))
     # Sums of constant blocks overflow 16-bit floats (known fault Q03).
     for name in ("q4_1", "q5_1", "q2_k", "q4_k", "q5_k"):
         for n_tokens in (1, 20):

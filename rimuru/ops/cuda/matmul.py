@@ -1,8 +1,8 @@
 """Launchers of products with packed matrices, and the forms of activations that they read (cuda_src/matmul).
 
 Few tokens: 8-bit activations and integer dot products, weights read once per 8 tokens. The order of a row's sums
-depends on its width only, so results do not depend on the batch. Many tokens: halves with one scale a row, on tensor
-cores.
+depends on its width only, so results do not depend on the batch. More: halves with one scale a row, on tensor cores, up
+to MAX_STRIP_TOKENS with weights decoded in registers, beyond with weights decoded into shared memory.
 An activation without halves (`act(deterministic=True)`) always takes the first way.
 """
 
@@ -25,14 +25,20 @@ ACT_BLOCK = 32
 TOKEN_TILE = 8
 """Most tokens that the integer kernels handle for one reading of the weights."""
 
-MAX_GEMV_TOKENS = 8
+MAX_GEMV_TOKENS = 4
 """Beyond this many tokens tensor cores are faster."""
+
+MAX_STRIP_TOKENS = 64
+"""Beyond this many tokens decoding into shared memory, once for many tokens, is faster."""
+
+MIN_F32_TILE_TOKENS = 1024
+"""From this many tokens on float32 matrices are multiplied in tiles."""
 
 _GEMV_WARPS = 8
 _MAX_MATRICES = 4
 _MAX_FORMATS = 3
 _NO_BLOCK = 0x7FFFFFFF
-_TILE_THREADS = 256
+TILE_THREADS = 256
 
 _MATRIX = ", ".join(
     f"weight{i}: u8*, out{i}: f32*, bias{i}: f32*, n_out{i}: i32, first{i}: i32, kind{i}: i32"
@@ -42,6 +48,13 @@ _FINISH = "row_scale: f32*, scale: f32, add: i32, width: i32, n_tokens: i32"
 
 _quantize = Kernel("matmul/quantize_act.cu", "quantize_act", "x: f32*, values: i8*, scales: f32*, sums: i32*, n: i64")
 _scale_halves = Kernel("matmul/quantize_act.cu", "scale_halves", "x: f32*, halves: f16*, scales: f32*, width: i32")
+
+
+_gemm_f32 = Kernel(
+    "matmul/gemm_f32.cu",
+    "gemm_f32",
+    f"x: f32*, weight: *, out: f32*, bias: f32*, {_FINISH}, n_out: i32",
+)
 
 
 @dataclass(slots=True)
@@ -117,9 +130,11 @@ def check_width(fmt: QuantFormat, n_in: int) -> None:
         raise RimuruError(f"{fmt.name} rows of {n_in} elements: the CUDA kernels need a multiple of {unit}")
 
 
-def row_lanes(n_in: int) -> int:
-    """Lanes that share a row. Depends on the width only, so that the order of sums does too."""
-    return 8 if n_in <= 1024 else 16
+def row_lanes(n_in: int, format_name: str = "") -> int:
+    """Lanes that share a row. Depends on width and type only, so that the order of sums does too."""
+    if format_name == "f32":
+        return 32  # routers: few rows
+    return 8 if n_in <= 1024 else 16 if n_in <= 2048 else 32
 
 
 def format_defines(formats: Sequence[str]) -> dict[str, int | str]:
@@ -147,6 +162,36 @@ def gemm_kernel(formats: tuple[str, ...], tile_n: int, tile_m: int) -> Kernel:
     return Kernel("matmul/gemm.cu", "gemm", f"x: f16*, x_scales: f32*, {_MATRIX}, {_FINISH}", defines)
 
 
+@cache
+def strip_kernel(formats: tuple[str, ...], tokens: int) -> Kernel:
+    defines = format_defines(formats) | strip_defines(tokens, *LINEAR_STRIP)
+    return Kernel("matmul/gemm_strip.cu", "gemm_strip", f"x: f16*, x_scales: f32*, {_MATRIX}, {_FINISH}", defines)
+
+
+LINEAR_STRIP = (2, 4)
+"""Warps over rows and over K of a block of `gemm_strip`: a single matrix has few rows to fill the device with."""
+
+
+def strip_defines(tokens: int, warps_n: int, warps_k: int) -> dict[str, int | str]:
+    """-D options of the strip kernels (cuda_src/matmul/strip.cuh)."""
+    return {"STRIP_TOKENS": tokens, "WARPS_N": warps_n, "WARPS_K": warps_k, "CHUNK_PIECES": strip_chunk(tokens)}
+
+
+def strip_chunk(tokens: int) -> int:
+    """Pieces of K (of 32 elements) in shared memory at a time: at most 83 KiB, which every supported card has."""
+    return 64 if tokens <= 16 else 32
+
+
+def strip_shared_bytes(tokens: int) -> int:
+    """Dynamic shared memory of a strip (STRIP_SHARED_BYTES of cuda_src/matmul/strip.cuh)."""
+    return 2 * tokens * (strip_chunk(tokens) * 40 + 32)
+
+
+def strip_tokens(n_tokens: float) -> int:
+    """Tokens of a strip: 8, 16 or 32."""
+    return 8 if n_tokens <= 8 else 16 if n_tokens <= 16 else 32
+
+
 def tile_shared_bytes(tile_n: int, tile_m: int) -> int:
     """Dynamic shared memory of a tensor-core tile (TILE_SHARED_BYTES of cuda_src/matmul/tile.cuh)."""
     tile_k, x_stages = 8192 // tile_n, 3 if tile_n == 128 else 2
@@ -154,11 +199,7 @@ def tile_shared_bytes(tile_n: int, tile_m: int) -> int:
 
 
 def gemm_tile(n_tokens: int, n_rows: int) -> tuple[int, int]:
-    """(rows, tokens) of a tile: large ones where they fill the device, else small ones that split K inside a block."""
-    if n_tokens <= 16:
-        return 32, 16
-    if n_tokens <= 64 or ceil_div(n_rows, 128) * ceil_div(n_tokens, 64) < 64:
-        return 32, 32
+    """(rows, tokens) of a tile: large ones where they fill the device."""
     return (128, 64) if ceil_div(n_rows, 128) * ceil_div(n_tokens, 128) < 200 else (128, 128)
 
 
@@ -175,17 +216,27 @@ def linear(
     n_tokens = outs[0].shape[0]
     bias_list: Sequence[Array | None] = biases if biases is not None else [None] * len(weights)
     jobs = list(zip(weights, outs, bias_list, strict=True))
-    tiled = []
-    if n_tokens > MAX_GEMV_TOKENS and x.quant is not None and x.quant.halves is not None:
-        # Float32 matrices (routers) are never rounded to halves: the choice of experts hangs on their precision.
-        tiled = [job for job in jobs if job[0].format.name != "f32"]
-        jobs = [job for job in jobs if job[0].format.name == "f32"]
     finish = (row_scale, scale, int(add), x.f32.shape[1], n_tokens)
-    if tiled:
+    # Float32 matrices (routers) are never rounded to halves: the choice of experts hangs on their precision.
+    exact = [job for job in jobs if job[0].format.name == "f32"]
+    others = [job for job in jobs if job[0].format.name != "f32"]
+    on_tensor_cores = n_tokens > MAX_GEMV_TOKENS and x.quant is not None and x.quant.halves is not None
+    if on_tensor_cores and others:
         scale_halves(x.f32, x.quant.halves, x.quant.half_scales, n_tokens)
-        for group in _launch_groups(tiled):
+    for group in _launch_groups(others):
+        if not on_tensor_cores:
+            _launch_gemv(x, group, finish)
+        elif n_tokens <= MAX_STRIP_TOKENS:
+            _launch_strip(x, group, finish)
+        else:
             _launch_gemm(x, group, finish)
-    for group in _launch_groups(jobs):
+    if on_tensor_cores and n_tokens >= MIN_F32_TILE_TOKENS and x.f32.shape[1] % 16 == 0:
+        for w, out, bias in exact:
+            _gemm_f32(
+                (ceil_div(n_tokens, 32), ceil_div(w.n_out, 64)), (256,), (x.f32, w.data, out, bias, *finish, w.n_out)
+            )
+        return
+    for group in _launch_groups(exact):
         _launch_gemv(x, group, finish)
 
 
@@ -220,8 +271,8 @@ def _matrix_arguments(group: list[Job], rows_per_block: int) -> tuple[tuple[str,
 
 def _launch_gemv(x: Act, group: list[Job], finish: tuple[Any, ...]) -> None:
     width, n_tokens = finish[-2], finish[-1]
-    lanes, tile = row_lanes(width), token_tile(n_tokens)
-    rows = gemv_rows(tile)
+    lanes, tile = row_lanes(width, group[0][0].format.name), token_tile(n_tokens)
+    rows = gemv_rows(sum(w.n_out for w, _, _ in group))
     formats, matrices, n_blocks = _matrix_arguments(group, _GEMV_WARPS * (32 // lanes) * rows)
     quant = (None, None, None) if x.quant is None else (x.quant.values, x.quant.scales, x.quant.sums)
     if quant[0] is None and not all(w.format.is_float for w, _, _ in group):
@@ -230,9 +281,21 @@ def _launch_gemv(x: Act, group: list[Job], finish: tuple[Any, ...]) -> None:
     kernel((n_blocks, ceil_div(n_tokens, tile)), (_GEMV_WARPS * 32,), (x.f32, *quant, *matrices, *finish))
 
 
-def gemv_rows(tile: int) -> int:
-    """Rows that a lane works on at once: more where the activations of many tokens are to be reused."""
-    return 1 if tile == 1 else 2
+def gemv_rows(n_rows: int) -> int:
+    """Rows that a lane works on at once: two reuse the activations; one gives few rows more warps."""
+    return 2 if n_rows > 1024 else 1
+
+
+def _launch_strip(x: Act, group: list[Job], finish: tuple[Any, ...]) -> None:
+    n_tokens = finish[-1]
+    tokens, (warps_n, warps_k) = strip_tokens(n_tokens), LINEAR_STRIP
+    formats, matrices, n_blocks = _matrix_arguments(group, 16 * warps_n)
+    strip_kernel(formats, tokens)(
+        (n_blocks, ceil_div(n_tokens, tokens)),
+        (32 * warps_n * warps_k,),
+        (x.quant.halves, x.quant.half_scales, *matrices, *finish),
+        shared_bytes=strip_shared_bytes(tokens),
+    )
 
 
 def _launch_gemm(x: Act, group: list[Job], finish: tuple[Any, ...]) -> None:
@@ -241,7 +304,7 @@ def _launch_gemm(x: Act, group: list[Job], finish: tuple[Any, ...]) -> None:
     formats, matrices, n_blocks = _matrix_arguments(group, tile_n)
     gemm_kernel(formats, tile_n, tile_m)(
         (ceil_div(n_tokens, tile_m), n_blocks),
-        (_TILE_THREADS,),
+        (TILE_THREADS,),
         (x.quant.halves, x.quant.half_scales, *matrices, *finish),
         shared_bytes=tile_shared_bytes(tile_n, tile_m),
     )

@@ -2,8 +2,9 @@
 
 Nothing here waits for the device: grids are sized for the worst case of the routing; blocks without work end at once.
 
-Few assignments an expert: integer dot products on 8-bit activations. Many: tensor cores. One (token, slot) pair is an
-assignment, a = token * top_k + slot.
+Two tokens at most, or always where `deterministic` is asked for: integer dot products on 8-bit activations. More:
+tensor cores, for few assignments an expert with weights decoded in registers, for many with weights decoded into
+shared memory. One (token, slot) pair is an assignment, a = token * top_k + slot.
 """
 
 from __future__ import annotations
@@ -20,15 +21,27 @@ from rimuru.base.units import ceil_div
 from rimuru.memory.specs import ProjectionLayout
 from rimuru.ops.base import Act, Array, ExpertTable, MoeScratch
 from rimuru.ops.cuda.launch import Kernel
-from rimuru.ops.cuda.matmul import ACT_BLOCK, row_lanes, scale_halves, tile_shared_bytes, token_tile
+from rimuru.ops.cuda.matmul import (
+    ACT_BLOCK,
+    TILE_THREADS,
+    row_lanes,
+    scale_halves,
+    strip_defines,
+    strip_shared_bytes,
+    tile_shared_bytes,
+    token_tile,
+)
 from rimuru.ops.cuda.pointwise import ACTIVATION_IDS
 
 MAX_EXPERTS = 1024
-MAX_DECODE_LOAD = 4
-"""Up to this many assignments an expert on average the integer kernels are used."""
-
 UNSORTED_TOKENS = 2
 """Up to this many tokens every assignment is an item by itself: few experts are met twice, and no sort is needed."""
+
+MAX_STRIP_LOAD = 24
+"""Up to this many assignments an expert on average, weights are decoded in registers."""
+
+STRIP_WARPS = 8
+"""Warps of a block of the strip kernels, 16 weight rows each."""
 
 _SORT_THREADS = 1024
 _DOWN_WARPS = 8
@@ -84,7 +97,7 @@ def moe_scratch(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: bool =
 
     n, hidden = max_tokens * spec.top_k, spec.width
     blocks = hidden % ACT_BLOCK == 0
-    halves = blocks and n_in % ACT_BLOCK == 0 and not deterministic and _tile_load(max_tokens, spec) > MAX_DECODE_LOAD
+    halves = _has_halves(max_tokens, spec, n_in, deterministic)
     private = ExpertBuffers(
         cupy.empty((n, hidden), np.float32),
         cupy.empty((n, hidden), np.int8) if blocks else None,
@@ -106,14 +119,15 @@ def moe_scratch_bytes(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: 
     total = n * (4 * hidden + 4 * n_in + 4 + 16) + 4 + 4 * ceil_div(n, _SORT_THREADS) * spec.n_experts
     if hidden % ACT_BLOCK == 0:
         total += n * (hidden + 8 * (hidden // ACT_BLOCK))
-        if n_in % ACT_BLOCK == 0 and not deterministic and _tile_load(max_tokens, spec) > MAX_DECODE_LOAD:
+        if _has_halves(max_tokens, spec, n_in, deterministic):
             total += n * (2 * hidden + 4)
     return total
 
 
-def _tile_load(n_tokens: int, spec: MoeSpec) -> float:
-    """Assignments an expert on average."""
-    return n_tokens * spec.top_k / spec.n_experts
+def _has_halves(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: bool) -> bool:
+    """Whether the tensor-core kernels are used for batches of up to max_tokens."""
+    whole_blocks = n_in % ACT_BLOCK == 0 and spec.width % ACT_BLOCK == 0
+    return whole_blocks and not deterministic and max_tokens > UNSORTED_TOKENS
 
 
 @cache
@@ -176,38 +190,57 @@ def down_kernel(down: str, tile: int, lanes: int, rows: int) -> Kernel:
     return Kernel("moe/moe_decode.cu", "moe_down", signature, defines)
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A tensor-core kernel's block: its source, weight rows and tokens, and what it is compiled and launched with."""
+
+    family: str  # "strip" or "tile": moe/moe_<family>.cu
+    rows: int
+    tokens: int
+
+    def defines(self) -> dict[str, int | str]:
+        if self.family == "strip":
+            return strip_defines(self.tokens, STRIP_WARPS, 1)
+        return {"TILE_N": self.rows, "TILE_M": self.tokens}
+
+    @property
+    def shared_bytes(self) -> int:
+        return strip_shared_bytes(self.tokens) if self.family == "strip" else tile_shared_bytes(self.rows, self.tokens)
+
+
+def item_shape(load: float) -> Shape:
+    """The tensor-core kernel for an average number of assignments an expert."""
+    if load <= MAX_STRIP_LOAD:
+        return Shape("strip", 16 * STRIP_WARPS, 8 if load <= 4 else 16 if load <= 10 else 32)
+    return Shape("tile", 128, 64 if load <= 96 else 128)
+
+
 @cache
-def up_tile_kernel(gate: str | None, up: str, tile_n: int, tile_m: int) -> Kernel:
+def up_matrix_kernel(gate: str | None, up: str, shape: Shape) -> Kernel:
     """gate_up on tensor cores; gate None = no gate."""
     signature = (
         f"x: f16*, x_scales: f32*, width: i32, {_ITEMS}, {_PAGES}, {_UP_PAGES},"
         "gate_bias: f32*, up_bias: f32*, hidden: f32*, n_hidden: i32, activation: i32"
     )
-    defines: dict[str, int | str] = {
-        "FORMAT_GATE": gate or up, "FORMAT_UP": up, "GATED": int(gate is not None), "TILE_N": tile_n, "TILE_M": tile_m,
-    }  # fmt: skip
-    return Kernel("moe/moe_tile.cu", "moe_gate_up_tile", signature, defines)
+    formats: dict[str, int | str] = {"FORMAT_GATE": gate or up, "FORMAT_UP": up, "GATED": int(gate is not None)}
+    family = shape.family
+    return Kernel(f"moe/moe_{family}.cu", f"moe_gate_up_{family}", signature, formats | shape.defines())
 
 
 @cache
-def down_tile_kernel(down: str, tile_n: int, tile_m: int) -> Kernel:
+def down_matrix_kernel(down: str, shape: Shape) -> Kernel:
     """down on tensor cores."""
     signature = (
         f"hidden: f16*, h_scales: f32*, n_hidden: i32, {_ITEMS}, {_PAGES}, {_DOWN_PAGES},"
         "bias: f32*, out: f32*, n_out: i32"
     )
-    return Kernel(
-        "moe/moe_tile.cu", "moe_down_tile", signature, {"FORMAT_DOWN": down, "TILE_N": tile_n, "TILE_M": tile_m}
-    )
+    family, formats = shape.family, {"FORMAT_DOWN": down}
+    return Kernel(f"moe/moe_{family}.cu", f"moe_down_{family}", signature, formats | shape.defines())
 
 
-def item_tile(load: float) -> tuple[int, int]:
-    """(rows, tokens) of a tensor-core tile for an average number of assignments an expert."""
-    if load <= 12:
-        return 32, 16
-    if load <= 48:
-        return 32, 32
-    return (128, 64) if load <= 96 else (128, 128)
+def dot_tile(n_tokens: int, load: float) -> int:
+    """Assignments that the integer kernels handle for one reading of an expert's rows."""
+    return 1 if n_tokens <= UNSORTED_TOKENS else token_tile(max(2, int(2 * load)))
 
 
 def sort_assignments(ids: Array, active: Array | None, n_experts: int, item_tokens: int, buffers: ExpertBuffers) -> int:
@@ -269,17 +302,17 @@ def moe_experts(
     n_tokens, top_k = ids.shape
     n_experts, buffers = table.layout.n_experts, scratch.private
     load = n_tokens * top_k / n_experts
-    tiled = load > MAX_DECODE_LOAD and buffers.halves is not None and x.quant is not None and x.quant.halves is not None
-    tile_n, tile = item_tile(load) if tiled else (0, token_tile(n_tokens))
-    if not tiled and n_tokens <= UNSORTED_TOKENS:
-        tile, max_items, items, n_items, order = 1, ids.size, None, None, None
-    else:
+    with_halves = buffers.halves is not None and x.quant is not None and x.quant.halves is not None
+    shape = item_shape(load) if with_halves and n_tokens > UNSORTED_TOKENS else None
+    tile = shape.tokens if shape is not None else dot_tile(n_tokens, load)
+    items, n_items, order, max_items = None, None, None, ids.size
+    if tile > 1:
         max_items = sort_assignments(ids, active, n_experts, tile, buffers)
         items, n_items, order = buffers.items, buffers.n_items, buffers.order
     arguments = (items, n_items, order, ids, active, n_experts, top_k)
     call = _Call(x, table, spec, buffers, scratch.out, arguments, max_items)
-    if tiled:
-        _experts_on_tensor_cores(call, up, down, tile_n, tile, ids.size)
+    if shape is not None:
+        _experts_on_tensor_cores(call, up, down, shape, ids.size)
     else:
         _experts_by_integer_dots(call, up, down, tile)
 
@@ -308,7 +341,7 @@ def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: Projection
 
 def up_shape(n_in: int, tile: int) -> tuple[int, int]:
     """(lanes a row, hidden rows a lane) of the gate_up kernel; the lanes depend on the width only (order of sums)."""
-    return row_lanes(n_in), 1 if tile <= 2 else 2
+    return (8, 1) if tile <= 2 else (8, 2)
 
 
 def down_shape(n_in: int, tile: int) -> tuple[int, int]:
@@ -317,27 +350,26 @@ def down_shape(n_in: int, tile: int) -> tuple[int, int]:
 
 
 def _experts_on_tensor_cores(
-    call: _Call, up: ProjectionLayout, down: ProjectionLayout, tile_n: int, tile_m: int, n_assignments: int
+    call: _Call, up: ProjectionLayout, down: ProjectionLayout, shape: Shape, n_assignments: int
 ) -> None:
     buffers, x, gate = call.buffers, call.x, call.projection("gate")
     scale_halves(x.f32, x.quant.halves, x.quant.half_scales, n_assignments // call.spec.top_k)
-    hidden_tile = tile_n if gate is None else tile_n // 2
-    shared_bytes = tile_shared_bytes(tile_n, tile_m)
-    up_tile_kernel(None if gate is None else gate.format.name, up.format.name, tile_n, tile_m)(
-        (ceil_div(up.n_rows, hidden_tile), call.max_items),
-        (256,),
+    threads = 32 * STRIP_WARPS if shape.family == "strip" else TILE_THREADS
+    up_matrix_kernel(None if gate is None else gate.format.name, up.format.name, shape)(
+        (ceil_div(up.n_rows, shape.rows if gate is None else shape.rows // 2), call.max_items),
+        (threads,),
         (
             x.quant.halves, x.quant.half_scales, up.n_in, *call.up_arguments(), up.n_rows,
             ACTIVATION_IDS[call.spec.activation],
         ),
-        shared_bytes=shared_bytes,
+        shared_bytes=shape.shared_bytes,
     )  # fmt: skip
     scale_halves(buffers.hidden, buffers.halves, buffers.half_scales, n_assignments)
-    down_tile_kernel(down.format.name, tile_n, tile_m)(
-        (ceil_div(down.n_rows, tile_n), call.max_items),
-        (256,),
+    down_matrix_kernel(down.format.name, shape)(
+        (ceil_div(down.n_rows, shape.rows), call.max_items),
+        (threads,),
         (buffers.halves, buffers.half_scales, down.n_in, *call.down_arguments(down)),
-        shared_bytes=shared_bytes,
+        shared_bytes=shape.shared_bytes,
     )
 
 

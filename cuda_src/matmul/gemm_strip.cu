@@ -1,0 +1,47 @@
+// Y = W X for some tokens, on tensor cores, weights decoded in registers (strip.cuh).
+//
+//   out[t][n] (+)= scale * row_scale[t] * (sum over k of W[n][k] x[t][k] + bias[n]),  x[t][k] = x_scale[t] * halves[t][k]
+//
+// Grid: x = blocks of WARPS_N * 16 rows of all matrices one after the other, y = tiles of STRIP_TOKENS tokens.
+// -DFORMAT_A (and _B, _C); -DSTRIP_TOKENS 8 16 32; -DWARPS_N, -DWARPS_K; -DCHUNK_PIECES pieces of K in shared memory.
+
+#include "matmul/matrices.cuh"
+#include "matmul/strip.cuh"
+
+template <class F>
+__device__ __forceinline__ void product(const Matrix& m, const Finish& finish, const __half* x, const float* x_scales,
+                                        int width, int n_tokens, __half* shared) {
+    int row = (blockIdx.x - m.first) * WARPS_N * 16 + strip_row(), first_token = blockIdx.y * STRIP_TOKENS;
+    i64 row_bytes = (i64)(width / F::BLOCK) * F::BYTES;
+    const u8* lower = row < m.n_out ? m.weight + row * row_bytes : nullptr;
+    const u8* upper = row + 8 < m.n_out ? m.weight + (row + 8) * row_bytes : nullptr;
+    StripSums sums;
+    auto x_row = [&](int i) { return first_token + i < n_tokens ? first_token + i : -1; };
+    if (!strip_product<F, F>(lower, upper, x, width, x_row, shared, sums)) return;
+#pragma unroll
+    for (int j = 0; j < TOKEN_TILES; j++) {
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            int token = first_token + strip_token(j, c), n = row + (c & 2) * 4;
+            if (token < n_tokens && n < m.n_out) finish_product(m, finish, token, n, sums[j][c] * x_scales[token]);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(STRIP_THREADS)
+    gemm_strip(const __half* __restrict__ x,         // [T, width]
+               const float* __restrict__ x_scales,   // [T]
+               MATRICES,
+               const float* __restrict__ row_scale,  // [T], or null
+               float scale, int add, int width, int n_tokens) {
+    extern __shared__ __align__(16) __half shared[];
+    PICK_MATRIX(m, (int)blockIdx.x);
+    Finish finish = {row_scale, scale, add};
+#ifdef FORMAT_C
+    if (m.kind == 2) return product<FORMAT_C>(m, finish, x, x_scales, width, n_tokens, shared);
+#endif
+#ifdef FORMAT_B
+    if (m.kind == 1) return product<FORMAT_B>(m, finish, x, x_scales, width, n_tokens, shared);
+#endif
+    product<FORMAT_A>(m, finish, x, x_scales, width, n_tokens, shared);
+}

@@ -1,0 +1,99 @@
+// Experts for some tokens each, on tensor cores, weights decoded in registers (matmul/strip.cuh), rows read where they lie.
+//
+//   moe_gate_up_strip  hidden[a] = act(gate . x[a / top_k] + b_gate) * (up . x[a / top_k] + b_up)
+//   moe_down_strip     out[a] = down . hidden[a] + b_down
+//
+// Activations come as halves with one scale a row. Grid x = blocks of weight rows, y = items (an expert and up to
+// STRIP_TOKENS of its assignments; blocks beyond the last item end at once). In the gated kernel a warp's rows are 8 gate
+// rows and the 8 up rows of the same hidden elements, so both lie in one lane's sums.
+// -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; the rest as in gemm_strip.cu.
+
+#include "common/experts.cuh"
+#include "common/math.cuh"
+#include "matmul/strip.cuh"
+
+#ifdef FORMAT_UP
+
+extern "C" __global__ void __launch_bounds__(STRIP_THREADS)
+    moe_gate_up_strip(const __half* __restrict__ x,          // [T, width]
+                      const float* __restrict__ x_scales,    // [T]
+                      int width, ITEM_PARAMETERS,
+                      const i64* __restrict__ addresses,     // [n_experts, n_pages]
+                      int n_pages, int gate_first_page, int gate_rows_per_page, int gate_row_bytes, int up_first_page,
+                      int up_rows_per_page, int up_row_bytes,
+                      const float* __restrict__ gate_bias,   // [n_experts, n_hidden], or null
+                      const float* __restrict__ up_bias,     // [n_experts, n_hidden], or null
+                      float* __restrict__ hidden,            // [T * top_k, n_hidden]
+                      int n_hidden, int activation) {
+    extern __shared__ __align__(16) __half shared[];
+    Item item;
+    if (!PICK_ITEM(item, blockIdx.y)) return;
+    Projection gate = {addresses, n_pages, gate_first_page, gate_rows_per_page, gate_row_bytes};
+    Projection up = {addresses, n_pages, up_first_page, up_rows_per_page, up_row_bytes};
+    // Hidden element of the lower row; without a gate the upper row is 8 elements on, with one it is the same element.
+    int n = GATED ? (blockIdx.x * WARPS_N + strip_warp()) * 8 + ((threadIdx.x & 31) >> 2)
+                  : (int)blockIdx.x * WARPS_N * 16 + strip_row();
+    int n_upper = GATED ? n : n + 8;
+    const u8* lower = n < n_hidden ? expert_row(GATED ? gate : up, item.expert, n) : nullptr;
+    const u8* upper = n_upper < n_hidden ? expert_row(up, item.expert, n_upper) : nullptr;
+    StripSums sums;
+    auto x_row = [&](int i) { return i < item.count ? item_assignment(items, order, item, i) / top_k : -1; };
+    if (!strip_product<FORMAT_GATE, FORMAT_UP>(lower, upper, x, width, x_row, shared, sums)) return;
+    i64 bias_at = (i64)item.expert * n_hidden;
+#pragma unroll
+    for (int j = 0; j < TOKEN_TILES; j++) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            int i = strip_token(j, c);
+            if (i >= item.count) continue;
+            int a = item_assignment(items, order, item, i);
+            float x_scale = x_scales[a / top_k];
+            float first = sums[j][c] * x_scale, second = sums[j][c + 2] * x_scale;
+            float* at = hidden + (i64)a * n_hidden;
+            if (GATED) {
+                if (n >= n_hidden) continue;
+                float g = first + (gate_bias ? gate_bias[bias_at + n] : 0.0f);
+                at[n] = glu(activation, g, second + (up_bias ? up_bias[bias_at + n] : 0.0f));
+            } else {
+                if (n < n_hidden) at[n] = glu(activation, first + (up_bias ? up_bias[bias_at + n] : 0.0f), 1.0f);
+                if (n_upper < n_hidden)
+                    at[n_upper] = glu(activation, second + (up_bias ? up_bias[bias_at + n_upper] : 0.0f), 1.0f);
+            }
+        }
+    }
+}
+
+#else
+
+extern "C" __global__ void __launch_bounds__(STRIP_THREADS)
+    moe_down_strip(const __half* __restrict__ hidden,      // [T * top_k, n_hidden]
+                   const float* __restrict__ h_scales,     // [T * top_k]
+                   int n_hidden, ITEM_PARAMETERS,
+                   const i64* __restrict__ addresses,      // [n_experts, n_pages]
+                   int n_pages, int first_page, int rows_per_page, int row_bytes,
+                   const float* __restrict__ bias,         // [n_experts, n_out], or null
+                   float* __restrict__ out,                // [T * top_k, n_out]
+                   int n_out) {
+    extern __shared__ __align__(16) __half shared[];
+    Item item;
+    if (!PICK_ITEM(item, blockIdx.y)) return;
+    Projection down = {addresses, n_pages, first_page, rows_per_page, row_bytes};
+    int row = blockIdx.x * WARPS_N * 16 + strip_row();
+    const u8* lower = row < n_out ? expert_row(down, item.expert, row) : nullptr;
+    const u8* upper = row + 8 < n_out ? expert_row(down, item.expert, row + 8) : nullptr;
+    StripSums sums;
+    auto x_row = [&](int i) { return i < item.count ? item_assignment(items, order, item, i) : -1; };
+    if (!strip_product<FORMAT_DOWN, FORMAT_DOWN>(lower, upper, hidden, n_hidden, x_row, shared, sums)) return;
+#pragma unroll
+    for (int j = 0; j < TOKEN_TILES; j++) {
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            int i = strip_token(j, c), n = row + (c & 2) * 4;
+            if (i >= item.count || n >= n_out) continue;
+            i64 a = item_assignment(items, order, item, i);
+            out[a * n_out + n] = sums[j][c] * h_scales[a] + (bias ? bias[(i64)item.expert * n_out + n] : 0.0f);
+        }
+    }
+}
+
+#endif
