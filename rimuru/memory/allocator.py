@@ -15,7 +15,6 @@ import numpy as np
 from rimuru.base.errors import AuditError
 from rimuru.base.units import ceil_div
 from rimuru.memory import allocator_jit as jit
-from rimuru.memory import allocator_runs_jit as runs_jit
 from rimuru.memory.allocator_audit_jit import FAULTS
 from rimuru.memory.allocator_audit_jit import audit as audit_state
 from rimuru.memory.specs import PageKind, PoolLayout
@@ -250,7 +249,7 @@ class PageAllocator:
         """Expert page ids int32 [n_pages], neighbours where a bounded search finds them, else scattered; or None."""
         self._number("expert")
         ids = np.empty(n_pages, np.int32)
-        if n_pages > 0 and runs_jit.allocate_side_by_side(self._state, n_pages, owner, ids):
+        if n_pages > 0 and jit.allocate_side_by_side(self._state, n_pages, owner, ids):
             return ids
         return self.allocate("expert", n_pages, owner)
 
@@ -317,11 +316,11 @@ class PageAllocator:
 
     def isolate(self, kind: str, pages: Ids) -> None:
         """Pages ("huge", or an L2 kind's pages that are split) offer nothing any more; what is in them stays."""
-        runs_jit.set_attached(self._state, KIND_NUMBER[kind], np.ascontiguousarray(pages, np.int32), False)
+        jit.set_attached(self._state, KIND_NUMBER[kind], np.ascontiguousarray(pages, np.int32), False)
 
     def rejoin(self, kind: str, pages: Ids) -> None:
         """End of `isolate`: free huge pages return to the pool, partly used pages offer their rest again."""
-        runs_jit.set_attached(self._state, KIND_NUMBER[kind], np.ascontiguousarray(pages, np.int32), True)
+        jit.set_attached(self._state, KIND_NUMBER[kind], np.ascontiguousarray(pages, np.int32), True)
 
     def commit_move(self, kind: str, sources: Ids) -> None:
         """Contents have been copied and tables flipped: the reserved targets live on, the sources are given back."""

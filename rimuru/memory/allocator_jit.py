@@ -1,5 +1,7 @@
 """The allocator's inner loops: split, take, give back, merge. Integer arrays only, constant time per page.
 
+All in one file: Numba's cache of compiled code does not notice an edited callee in another file.
+
     huge (L1)                one imaginary parent: the list of free huge pages
       expert | ssm | slab    children of a huge page (L2)
         kv | conv            children of an L2 page of the kind in meta[kind, PARENT] (L3)
@@ -39,6 +41,8 @@ S_FREE, S_USED, S_SPLIT, S_HELD, S_MARK = range(5)
 DETACHED = -3
 WORD_BITS = 5
 WORD = 1 << WORD_BITS  # fill levels per word of bits; below 63 so that masks stay positive
+RUN_TRIES = 8  # partly used huge pages searched for neighbouring pages
+RUN_SCAN = 1024  # pages searched beyond those
 
 
 class State(NamedTuple):
@@ -63,7 +67,7 @@ def _top_bit(x):
 
 
 @njit(cache=True, nogil=True, fastmath=False)
-def fullest(s, kind, most_used):
+def _fullest(s, kind, most_used):
     """The fullest partly used, attached parent with at most `most_used` children in use; -1 = none."""
     at = s.meta[kind, BITS_AT]
     w = most_used >> WORD_BITS
@@ -77,7 +81,7 @@ def fullest(s, kind, most_used):
 
 
 @njit(cache=True, nogil=True, fastmath=False)
-def link(s, kind, p):
+def _link(s, kind, p):
     """Hang parent p into the bucket of its fill level; full parents hang nowhere."""
     at = s.meta[kind, PARENT_AT]
     used = s.parent[at + p, P_USED]
@@ -95,7 +99,7 @@ def link(s, kind, p):
 
 
 @njit(cache=True, nogil=True, fastmath=False)
-def unlink(s, kind, p):
+def _unlink(s, kind, p):
     """Take parent p out of its bucket."""
     at = s.meta[kind, PARENT_AT]
     used = s.parent[at + p, P_USED]
@@ -114,7 +118,7 @@ def unlink(s, kind, p):
 
 
 @njit(cache=True, nogil=True, fastmath=False)
-def ring_remove(s, huge):
+def _ring_remove(s, huge):
     """Take a free huge page out of the ring of free ones."""
     at = s.meta[HUGE, CHILD_AT]
     before = s.child[at + huge, PREV]
@@ -125,7 +129,7 @@ def ring_remove(s, huge):
 
 
 @njit(cache=True, nogil=True, fastmath=False)
-def ring_insert(s, huge):
+def _ring_insert(s, huge):
     """Give a huge page back: low addresses to the front (experts take there), high ones to the back (states)."""
     at = s.meta[HUGE, CHILD_AT]
     ring = s.meta[HUGE, N_CHILD]
@@ -143,19 +147,16 @@ def ring_insert(s, huge):
 def _open(s, kind, p):
     """A fresh record: parent p is now split into `kind`, with nothing used yet."""
     at = s.meta[kind, PARENT_AT] + p
-    s.parent[at, P_USED] = 0
-    s.parent[at, P_FIRST] = -1
-    s.parent[at, P_FRESH] = 0
-    s.parent[at, P_PREV] = -1
-    s.parent[at, P_NEXT] = -1
+    s.parent[at, P_USED] = s.parent[at, P_FRESH] = 0
+    s.parent[at, P_FIRST] = s.parent[at, P_PREV] = s.parent[at, P_NEXT] = -1
     s.meta[kind, FREE] += s.meta[kind, N_CHILD]
     s.meta[kind, OPEN] += 1
 
 
 @njit(cache=True, nogil=True, fastmath=False)
-def split_huge(s, kind, huge):
+def _split_huge(s, kind, huge):
     """Split a free huge page into L2 pages."""
-    ring_remove(s, huge)
+    _ring_remove(s, huge)
     s.child[s.meta[HUGE, CHILD_AT] + huge, STATE] = S_SPLIT
     _open(s, kind, huge)
 
@@ -165,7 +166,7 @@ def _any_huge(s, kind, from_front):
     """Split some free huge page (there is one); its number."""
     ring = s.meta[HUGE, CHILD_AT] + s.meta[HUGE, N_CHILD]
     huge = s.child[ring, NEXT] if from_front else s.child[ring, PREV]
-    split_huge(s, kind, huge)
+    _split_huge(s, kind, huge)
     return huge
 
 
@@ -197,53 +198,50 @@ def _push(s, kind, p, c):
 
 
 @njit(cache=True, nogil=True, fastmath=False)
-def take(s, kind, c, owner):
+def _take(s, kind, c, owner):
     """Allocate exactly child c, which is free in an attached, split parent."""
     at = s.meta[kind, CHILD_AT]
     n_child = s.meta[kind, N_CHILD]
     p = c // n_child
     rec = s.meta[kind, PARENT_AT] + p
     if s.parent[rec, P_USED] > 0:
-        unlink(s, kind, p)
+        _unlink(s, kind, p)
     while s.parent[rec, P_FRESH] <= c % n_child:
         _push(s, kind, p, p * n_child + s.parent[rec, P_FRESH])
         s.parent[rec, P_FRESH] += 1
-    before = -1
-    listed = s.parent[rec, P_FIRST]
-    while listed != c:  # at most one parent's children; only experts are taken by number
-        before = listed
-        listed = s.child[at + listed, NEXT]
-    after = s.child[at + c, NEXT]
-    if before >= 0:
-        s.child[at + before, NEXT] = after
+    if s.parent[rec, P_FIRST] == c:
+        s.parent[rec, P_FIRST] = s.child[at + c, NEXT]
     else:
-        s.parent[rec, P_FIRST] = after
+        before = s.parent[rec, P_FIRST]  # the search ends within one parent; only experts are taken by number
+        while s.child[at + before, NEXT] != c:
+            before = s.child[at + before, NEXT]
+        s.child[at + before, NEXT] = s.child[at + c, NEXT]
     s.child[at + c, STATE] = S_USED
     s.child[at + c, OWNER] = owner
     s.parent[rec, P_USED] += 1
     s.meta[kind, FREE] -= 1
     s.meta[kind, USED] += 1
-    link(s, kind, p)
+    _link(s, kind, p)
 
 
 @njit(cache=True, nogil=True, fastmath=False)
 def _parent_for(s, kind):
     """A parent with room, out of its bucket: the fullest partly used one, else one split on demand."""
-    p = fullest(s, kind, s.meta[kind, N_CHILD] - 1)
+    p = _fullest(s, kind, s.meta[kind, N_CHILD] - 1)
     if p >= 0:
-        unlink(s, kind, p)
+        _unlink(s, kind, p)
         return p
     above = s.meta[kind, PARENT]
     if above == HUGE:
         return _any_huge(s, kind, kind == EXPERT)
-    h = fullest(s, above, s.meta[above, N_CHILD] - 1)
+    h = _fullest(s, above, s.meta[above, N_CHILD] - 1)
     if h >= 0:
-        unlink(s, above, h)
+        _unlink(s, above, h)
     else:
         h = _any_huge(s, above, False)
     p = _pop(s, above, h, S_SPLIT, -1)
     s.meta[above, FREE] -= 1
-    link(s, above, h)
+    _link(s, above, h)
     _open(s, kind, p)
     return p
 
@@ -255,22 +253,21 @@ def _settle(s, kind, p, n_back):
         rec = s.meta[kind, PARENT_AT] + p
         attached = s.parent[rec, P_PREV] != DETACHED
         if attached:
-            unlink(s, kind, p)
+            _unlink(s, kind, p)
             s.meta[kind, FREE] += n_back
         s.parent[rec, P_USED] -= n_back
         if s.parent[rec, P_USED] > 0:
             if attached:
-                link(s, kind, p)
+                _link(s, kind, p)
             return
         if attached:
             s.meta[kind, FREE] -= s.meta[kind, N_CHILD]
         s.meta[kind, OPEN] -= 1
         above = s.meta[kind, PARENT]
         if above == HUGE:
+            s.child[s.meta[HUGE, CHILD_AT] + p, STATE] = S_HELD
             if attached:
-                ring_insert(s, p)
-            else:
-                s.child[s.meta[HUGE, CHILD_AT] + p, STATE] = S_HELD
+                _ring_insert(s, p)
             return
         h = p // s.meta[above, N_CHILD]
         _push(s, above, h, p)
@@ -304,7 +301,7 @@ def allocate(s, kind, owner, out):
         while done < stop:
             out[done] = _pop(s, kind, p, S_USED, owner)
             done += 1
-        link(s, kind, p)
+        _link(s, kind, p)
     return True
 
 
@@ -335,3 +332,118 @@ def free(s, kind, ids):
     if n > 0:
         s.meta[kind, CURSOR] = ids[0]
     return -1
+
+
+@njit(cache=True, nogil=True, fastmath=False)
+def _is_open_slot(s, c):
+    """True where expert page c is free: in a free huge page, or in an attached one split into expert pages."""
+    h = c // s.meta[EXPERT, N_CHILD]
+    state = s.child[s.meta[HUGE, CHILD_AT] + h, STATE]
+    if state == S_FREE:
+        return True
+    if state != S_SPLIT:
+        return False
+    rec = s.meta[EXPERT, PARENT_AT] + h
+    if s.parent[rec, P_USED] == 0 or s.parent[rec, P_PREV] == DETACHED:
+        return False
+    return s.child[s.meta[EXPERT, CHILD_AT] + c, STATE] == S_FREE
+
+
+@njit(cache=True, nogil=True, fastmath=False)
+def _find_run(s, start, stop, n):
+    """First expert page of n neighbouring free ones within start..stop; -1 = none."""
+    length = 0
+    for c in range(start, stop):
+        length = length + 1 if _is_open_slot(s, c) else 0
+        if length == n:
+            return c - n + 1
+    return -1
+
+
+@njit(cache=True, nogil=True, fastmath=False)
+def allocate_side_by_side(s, n, owner, out):
+    """Fill out with n neighbouring expert pages. False, and nothing changed, where a bounded search finds none.
+
+    First in the fullest huge pages that have room, then in a free huge page, then around the last freed pages, then
+    from the first free huge page on.
+    """
+    n_child = s.meta[EXPERT, N_CHILD]
+    first = -1
+    if n <= n_child:
+        level = n_child - n
+        h = _fullest(s, EXPERT, level)
+        for _ in range(RUN_TRIES):
+            if h < 0:
+                break
+            first = _find_run(s, h * n_child, (h + 1) * n_child, n)
+            if first >= 0:
+                break
+            rec = s.meta[EXPERT, PARENT_AT] + h
+            level = s.parent[rec, P_USED] - 1
+            h = s.parent[rec, P_NEXT]
+            if h < 0 and level > 0:
+                h = _fullest(s, EXPERT, level)
+        if first < 0 and s.meta[HUGE, FREE] > 0:
+            first = s.child[s.meta[HUGE, CHILD_AT] + s.meta[HUGE, N_CHILD], NEXT] * n_child
+    n_pages = s.meta[EXPERT, N_PARENTS] * n_child
+    if first < 0:
+        start = max(0, s.meta[EXPERT, CURSOR] - n)  # n before, so that a run beginning earlier is found
+        first = _find_run(s, start, min(n_pages, start + RUN_SCAN), n)
+    if first < 0 and s.meta[HUGE, FREE] > 0:
+        start = s.child[s.meta[HUGE, CHILD_AT] + s.meta[HUGE, N_CHILD], NEXT] * n_child
+        first = _find_run(s, start, min(n_pages, start + RUN_SCAN), n)
+    if first < 0:
+        return False
+    for i in range(n):
+        c = first + i
+        h = c // n_child
+        if s.child[s.meta[HUGE, CHILD_AT] + h, STATE] == S_FREE:
+            _split_huge(s, EXPERT, h)
+        _take(s, EXPERT, c, owner)
+        out[i] = c
+    s.meta[EXPERT, CURSOR] = first + n
+    return True
+
+
+@njit(cache=True, nogil=True, fastmath=False)
+def _set_parent(s, kind, p, attached):
+    """Let a split parent offer its free children again, or no more."""
+    rec = s.meta[kind, PARENT_AT] + p
+    is_attached = s.parent[rec, P_PREV] != DETACHED
+    if s.parent[rec, P_USED] == 0 or is_attached == attached:
+        return
+    n_free = s.meta[kind, N_CHILD] - s.parent[rec, P_USED]
+    if attached:
+        s.meta[kind, FREE] += n_free
+        s.parent[rec, P_PREV] = -1
+        _link(s, kind, p)
+    else:
+        _unlink(s, kind, p)
+        s.meta[kind, FREE] -= n_free
+        s.parent[rec, P_PREV] = DETACHED
+
+
+@njit(cache=True, nogil=True, fastmath=False)
+def set_attached(s, kind, parents, attached):
+    """Detach parents and the split pages in them, so that they offer no page, or attach them again.
+
+    kind HUGE: `parents` are huge pages; free ones are held (S_HELD) or released. L2 kinds: pages split into L3.
+    """
+    for i in range(parents.shape[0]):
+        p = int(parents[i])
+        if kind == HUGE:
+            state = s.child[s.meta[HUGE, CHILD_AT] + p, STATE]
+            if state == S_FREE and not attached:
+                _ring_remove(s, p)
+                s.child[s.meta[HUGE, CHILD_AT] + p, STATE] = S_HELD
+            elif state == S_HELD and attached:
+                _ring_insert(s, p)
+        for below in range(EXPERT, N_KINDS):
+            n_child = s.meta[below, N_CHILD]
+            if n_child == 0 or s.meta[below, PARENT] != kind or s.parent[s.meta[below, PARENT_AT] + p, P_USED] == 0:
+                continue
+            _set_parent(s, below, p, attached)
+            for leaf in range(KV, N_KINDS):
+                if kind == HUGE and s.meta[leaf, N_CHILD] > 0 and s.meta[leaf, PARENT] == below:
+                    for c in range(p * n_child, (p + 1) * n_child):
+                        _set_parent(s, leaf, c, attached)
