@@ -32,7 +32,11 @@ class LoadBars:
         if stage != self._stage:
             self.close()
             self._stage = stage
-            self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=stage, file=sys.stderr)
+            if stage == "kernels":
+                text = "kernels (compiled by the first run on a machine)"
+                self._bar = tqdm(total=total, desc=text, bar_format="{desc}: {elapsed}", file=sys.stderr)
+            else:
+                self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=stage, file=sys.stderr)
         self._bar.total = total
         self._bar.update(done - self._bar.n)
 

@@ -15,7 +15,7 @@ from rimuru.arch.spec import ModelConfig, MoeSpec
 from rimuru.arch.tensors import check_tensors, expert_tensors
 from rimuru.base.errors import BadInputError, FileFormatError, NotEnoughMemoryError
 from rimuru.base.units import human_bytes
-from rimuru.config import EngineConfig
+from rimuru.config import EngineConfig, parse_share
 from rimuru.engine.engine import Engine
 from rimuru.engine.resize import resize_pool
 from rimuru.engine.resolve import (
@@ -30,7 +30,7 @@ from rimuru.engine.resolve import (
     resolve,
     wanted_pool_bytes,
 )
-from rimuru.engine.room import CompactingRoom, ExpertRoom
+from rimuru.engine.room import CompactingRoom, ElasticPolicy, ExpertRoom
 from rimuru.engine.runner import Runner
 from rimuru.engine.sampler import Sampler
 from rimuru.engine.scheduler import Scheduler
@@ -137,6 +137,11 @@ def load_model(path: Path, config: EngineConfig, progress: Progress | None = Non
             source.close()
         gguf.close()
         raise
+    if progress is not None:
+        progress("kernels", 0, 1)  # the first run on a machine compiles them
+    loaded.engine.warm_up()
+    if progress is not None:
+        progress("kernels", 1, 1)
     loaded.load_s = time.monotonic() - started
     return loaded
 
@@ -215,7 +220,7 @@ class _Builder:
         cache = SequenceCache(self.pool, layout, prefix_cache=self.config.prefix_cache)
         room = CompactingRoom(cache, self.pool, layout)
         if layout.expert is not None:
-            elastic = ExpertRoom(cache, self.pool, layout, self.config.expert_offload_limit)
+            elastic = ExpertRoom(cache, self.pool, layout, self.config.expert_offload_limit, self._elastic_policy())
             self._build_store(biases, elastic)
             room = elastic if self.quotas is None else room
             room.store = self.store
@@ -242,7 +247,7 @@ class _Builder:
         layers = [] if self.layout.expert is None else self.layout.expert.layers
         biases = []
         for layer in layers:
-            names = {p.name: p.tensor.removesuffix(".weight") + ".bias" for p in layer.projections}
+            names: dict[str, str] = {p.name: p.tensor.removesuffix(".weight") + ".bias" for p in layer.projections}
             found = {key: self.reader.vector(name) for key, name in names.items()}
             biases.append({key: values for key, values in found.items() if values is not None})
         return biases
@@ -280,8 +285,12 @@ class _Builder:
         if layout is None:
             return None
         if self.config.resident_experts is not None:
-            return even_quotas(layout, n_resident_experts(self.config.resident_experts, layout.n_experts))
+            return even_quotas(layout, n_resident_experts(parse_share(self.config.resident_experts), layout.n_experts))
         return even_quotas(layout, layout.n_experts) if self.config.policy == "static" else None
+
+    def _elastic_policy(self) -> ElasticPolicy:
+        """The adjuster's policy where the number of residents is not fixed."""
+        return "paper" if self.config.policy == "paper" else "cost"
 
     def _reserved_pages(self) -> int:
         """Expert pages that requests can never get: loading buffers, and residents whose number is fixed."""
@@ -312,7 +321,7 @@ class _Builder:
         view = ExpertView(self.pool)
         self.store = HostExpertStore(
             layout, self.pool, view, self.source, self.ops.copier(), biases, self.n_buffers, quotas,
-            room.may_grow, self.config.fill_on_read, min(self.resolved.threads, 8),
+            room.may_grow, self.config.fill_on_read, min(self.resolved.threads, 8), self.config.residency,
         )  # fmt: skip
         room.store = self.store
         total = sum(layer.n_experts * layer.useful_bytes for layer in layout.layers)

@@ -133,7 +133,7 @@ class Engine:
             sampling = [item.sequence for item in plan.items if item.samples]
             try:
                 logits = self.runner.run(assemble(plan.items, self.cache, self.layout))
-                token_ids = self.sampler.sample(logits, sampling) if sampling else []
+                token_ids = self.sampler.sample(logits, sampling)
             except Exception as error:
                 self._fail_step(plan, error, report)
             else:
@@ -187,6 +187,13 @@ class Engine:
             if sequence.finish_reason is not None:
                 self.finish(sequence)
                 report.ended.append(sequence)
+
+    def warm_up(self) -> None:
+        """Run three tokens through the model and sample, so that kernels are compiled before the first request."""
+        for logits in self.score([0] * min(3, self.context_length), chunk=2):
+            last = logits[-1:]
+        probe = Sequence(-1, [0], 1, SamplingParams(), np.random.default_rng(0), frozenset(), 0)
+        self.sampler.sample(self.runner.ops.upload(last), [probe])
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence now: its pages go back, its full blocks stay findable."""

@@ -82,7 +82,8 @@ def resolve(
 
 def _positions_within(model: ModelConfig, free_bytes: int) -> int:
     """The file's context, lowered so that rotation tables take at most a sixteenth of the free memory."""
-    widest = max((layer.mixer.rope.n_rot for layer in model.layers if getattr(layer.mixer, "rope", None)), default=0)
+    ropes = (getattr(layer.mixer, "rope", None) for layer in model.layers)
+    widest = max((rope.n_rot for rope in ropes if rope is not None), default=0)
     if not widest:
         return model.context_length
     affordable = free_bytes // 16 // (4 * widest)
