@@ -16,7 +16,7 @@ from rimuru.ops.base import ExpertTable, Ops
 
 PAGE_ALIGN = 4096
 
-EXPERT_TOLERANCE = 0.15
+EXPERT_TOLERANCE = 0.3
 """Of the greatest error of an output: rounding to 8 bits twice, with a product of two rounded sums between."""
 
 
