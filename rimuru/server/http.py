@@ -24,7 +24,6 @@ from rimuru.server.dashboard import STATIC, ChangeLog, memory_report, snapshot
 from rimuru.server.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
-    FieldError,
     NotFoundError,
     NotSupportedError,
     error_body,
@@ -307,7 +306,7 @@ def _add_dashboard(app: FastAPI, service: Service) -> None:
     @app.get("/static/{name}", include_in_schema=False)
     async def static(name: str) -> Response:
         if name not in _PAGE_TYPES:
-            raise FieldError(f"there is no file {name!r}", None)
+            raise NotFoundError(f"there is no file {name!r}")
         return FileResponse(STATIC / name, media_type=_PAGE_TYPES[name], headers=_PAGE_HEADERS)
 
 

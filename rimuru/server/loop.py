@@ -145,6 +145,7 @@ class EngineLoop:
 
     # ---- from any thread
     def start(self) -> None:
+        """Begin to take jobs."""
         self._thread.start()
 
     def submit(self, job: Job) -> None:
@@ -236,7 +237,7 @@ class EngineLoop:
         for sequence in report.ended:
             answer = self._answers.get(sequence.seq_id)
             if answer is not None and sequence.error is not None:
-                self._fail(answer.job, sequence.error)
+                self._fail(answer.job, self._told(sequence.error))
         now = time.monotonic()
         self.counters.n_steps += 1
         self.counters.step_s += now - started
@@ -260,7 +261,8 @@ class EngineLoop:
             if answer.output.advance():
                 self.engine.finish(sequence)
         except Exception as error:
-            self._fail(answer.job, self._as_rimuru_error(error))
+            log.exception("the text of a token could not be made")
+            self._fail(answer.job, self._told(error))
             return
         self._post_piece(answer)
 
@@ -288,7 +290,7 @@ class EngineLoop:
         except Exception as error:
             self.counters.n_jobs_refused += 1
             self._drop(job)
-            self._post(job, JobFailed(error if isinstance(error, RimuruError) else self._as_rimuru_error(error)))
+            self._post(job, JobFailed(self._told(error)))
             return
         self._jobs.add(job)
         self.counters.n_jobs += 1
@@ -370,7 +372,7 @@ class EngineLoop:
             hit = [item.sequence for item in plan.items]
         else:
             hit = list(scheduler.running) or list(scheduler.waiting)[:1]
-        wrapped = self._as_rimuru_error(error)
+        wrapped = self._told(error)
         for sequence in hit:
             answer = self._answers.get(sequence.seq_id)
             if answer is not None:
@@ -379,12 +381,13 @@ class EngineLoop:
                 self._finish(sequence)
 
     @staticmethod
-    def _as_rimuru_error(error: Exception) -> RimuruError:
-        if isinstance(error, RimuruError):
+    def _told(error: Exception) -> RimuruError:
+        """What a client is told of an error: ours as they are, of others only where it happened and that it is over."""
+        if isinstance(error, RimuruError) and type(error) is not RimuruError:
             return error
         return StepFailedError(
-            f"the engine failed while it worked on this request ({type(error).__name__}); other requests are not "
-            "affected, the server's log has the details"
+            "the engine failed while it worked on this request; other requests are not affected, and the server's log "
+            "has the details"
         )
 
     def _shut_down(self) -> None:

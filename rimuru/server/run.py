@@ -84,10 +84,23 @@ class ServerThread:
 
     def __init__(self, loaded: LoadedModel, settings: ServerSettings) -> None:
         self.server = Server(loaded, settings)
-        self._thread = threading.Thread(target=self.server.serve, name="rimuru-http", daemon=True)
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="rimuru-http", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self.server.serve(lambda url: self._ready.set())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ready.set()
 
     def __enter__(self) -> str:
         self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
         return self.server.url
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""The API through OpenAI's own client: answers, streams, limits, usage, log-probabilities (faults H01, H03, H07, H09)."""
+"""The API through OpenAI's own client: answers, streams, limits, usage, log-probabilities (H01, H03, H07, H09)."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_logprobs_of_chats(script: Any) -> None:
     assert [(e.token, e.bytes) for e in entries] == [("A", [65]), ("B", [66]), ("C", [67])]
     for entry in entries:
         assert entry.logprob == pytest.approx(-1.1e-5, abs=5e-6)
-        assert [t.token for t in entry.top_logprobs][0] == entry.token and len(entry.top_logprobs) == 2
+        assert entry.top_logprobs[0].token == entry.token and len(entry.top_logprobs) == 2
         assert entry.top_logprobs[1].logprob < -15
     chunks = streamed(script, logprobs=True, top_logprobs=2, max_tokens=3)[3]
     assert [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content] == entries
