@@ -29,16 +29,20 @@ __device__ __forceinline__ void store_act_block(const ActOut& out, i64 row, int 
     }
 }
 
-// The block stores columns first .. first + part of a row of `width`; value(c) gives column first + c. For the 8-bit
-// form, `first` is a multiple of 32, and so is `part`.
+// A warp stores 32 neighbouring columns, lane i column c of row `row`. For the 8-bit form (act.values given) the first
+// lane's column is a multiple of 32 and all lanes are inside.
+__device__ __forceinline__ void store_column(float* out_row, const ActOut& act, i64 row, int width, int c, bool inside, float v) {
+    if (inside) out_row[c] = v;
+    if (act.values) store_act_block(act, row, width, c / ACT_BLOCK, v);
+}
+
+// The block stores columns first .. first + part of a row of `width`; value(c) gives column first + c.
 template <typename Value>
 __device__ __forceinline__ void store_row(float* out_row, const ActOut& act, i64 row, int width, int first, int part,
                                           Value value) {
     int lane = threadIdx.x & 31;
     for (int base = threadIdx.x - lane; base < part; base += blockDim.x) {
         int c = base + lane;
-        float v = c < part ? value(c) : 0.0f;
-        if (c < part) out_row[first + c] = v;
-        if (act.values) store_act_block(act, row, width, (first + base) / ACT_BLOCK, v);
+        store_column(out_row, act, row, width, first + c, c < part, c < part ? value(c) : 0.0f);
     }
 }

@@ -5,22 +5,50 @@
 //   gated_norm  norm(x * silu(gate)) * weight            (gate_first, Mamba2)
 //               norm(x) * weight * silu(gate)            (DeltaNet)
 //
-// One block a row (gated_norm: a part of a row); a warp handles 32 neighbouring columns, which are one 8-bit block of
-// the quantised copy. The row is read twice, the second time from L1. The block size depends on the width only, so a
-// row's sums have one order.
+// A block has one row, or one part of a row; rows of up to ITEMS values a thread stay in registers, longer ones are read
+// twice. Narrow parts have a warp each (gated_norm_narrow). A warp handles 32 neighbouring columns, which are one 8-bit
+// block of the quantised copy. The block size depends on the width only, so a row's sums have one order.
 
+#include "common/act_store.cuh"
 #include "common/math.cuh"
 #include "common/warp.cuh"
-#include "common/act_store.cuh"
 
-template <typename Value>
-__device__ __forceinline__ float inverse_rms(int width, float eps, float* partial, Value value) {
-    float sum = 0.0f;
-    for (int c = threadIdx.x; c < width; c += blockDim.x) {
-        float v = value(c);
-        sum = fmaf(v, v, sum);
+#define ITEMS 8
+#define NARROW_ITEMS 16  // values of a lane in gated_norm_narrow: parts of up to 512
+
+// Normalises `width` values: value(c) gives one, stored(c, v) takes v / rms. Both are called with the lanes of a warp on
+// neighbouring columns, stored() by whole warps (c >= width in the lanes past the end).
+template <typename Value, typename Prepare, typename Stored>
+__device__ __forceinline__ void normalise(int width, float eps, float* partial, Value value, Prepare prepare, Stored stored) {
+    float v[ITEMS], factor[ITEMS], sum = 0.0f;
+    bool fits = width <= ITEMS * (int)blockDim.x;
+    int lane = threadIdx.x & 31;
+    if (fits) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int c = threadIdx.x + i * blockDim.x;
+            v[i] = c < width ? value(c) : 0.0f;
+            factor[i] = c < width ? prepare(c) : 0.0f;  // loads that need not wait for the sum
+        }
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) sum = fmaf(v[i], v[i], sum);
+    } else {
+        for (int c = threadIdx.x; c < width; c += blockDim.x) {
+            float x = value(c);
+            sum = fmaf(x, x, sum);
+        }
     }
-    return rsqrtf(block_sum(sum, partial) / width + eps);
+    float inverse = rsqrtf(block_sum(sum, partial) / width + eps);
+    if (fits) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int c = threadIdx.x + i * blockDim.x;
+            if (c - lane < width) stored(c, v[i] * inverse * factor[i]);
+        }
+    } else {
+        for (int c = threadIdx.x; c - lane < width; c += blockDim.x)
+            stored(c, c < width ? value(c) * inverse * prepare(c) : 0.0f);
+    }
 }
 
 extern "C" __global__ void rms_norm(const float* __restrict__ x,       // [T, width]
@@ -31,9 +59,9 @@ extern "C" __global__ void rms_norm(const float* __restrict__ x,       // [T, wi
     __shared__ float partial[32];
     long long row = blockIdx.x;
     const float* in = x + row * width;
-    float inverse = inverse_rms(width, eps, partial, [&](int c) { return in[c]; });
-    store_row(out + row * width, ACT_ARGUMENTS, row, width, 0, width,
-              [&](int c) { return in[c] * inverse * weight[c]; });
+    normalise(
+        width, eps, partial, [&](int c) { return in[c]; }, [&](int c) { return weight[c]; },
+        [&](int c, float v) { store_column(out + row * width, ACT_ARGUMENTS, row, width, c, c < width, v); });
 }
 
 extern "C" __global__ void add_norm(float* __restrict__ x,             // [T, width]
@@ -43,26 +71,58 @@ extern "C" __global__ void add_norm(float* __restrict__ x,             // [T, wi
     __shared__ float partial[32];
     long long row = blockIdx.x;
     const float* in = delta + row * width;
-    float inverse = inverse_rms(width, eps, partial, [&](int c) { return in[c]; });
-    for (int c = threadIdx.x; c < width; c += blockDim.x) x[row * width + c] += scale * (in[c] * inverse * weight[c]);
+    normalise(
+        width, eps, partial, [&](int c) { return in[c]; }, [&](int c) { return weight[c]; },
+        [&](int c, float v) {
+            if (c < width) x[row * width + c] += scale * v;
+        });
 }
 
-extern "C" __global__ void gated_norm(const float* __restrict__ x,       // [T, width]
-                                      const float* __restrict__ gate,    // [T, width]
-                                      const float* __restrict__ weight,  // [width], or [width / groups]
-                                      float* __restrict__ out,           // [T, width]
-                                      ACT_PARAMETERS,                    // quantised copy
-                                      int width, int n_groups, int shared_weight, int gate_first, float eps) {
+#define GATED_PARAMETERS                                                                                                 \
+    const float *__restrict__ x,          /* [T, width] */                                                               \
+        const float *__restrict__ gate,   /* [T, width] */                                                               \
+        const float *__restrict__ weight, /* [width], or [width / groups] */                                             \
+        float *__restrict__ out,          /* [T, width] */                                                               \
+        ACT_PARAMETERS, int width, int n_groups, int shared_weight, int gate_first, float eps, int n_parts
+
+// One block a part; grid (T * groups).
+extern "C" __global__ void gated_norm(GATED_PARAMETERS) {
     __shared__ float partial[32];
-    long long row = blockIdx.x;
-    int part = width / n_groups, first = blockIdx.y * part;
-    const float* in = x + row * width + first;
-    const float* g = gate + row * width + first;
+    long long row = blockIdx.x / n_groups;
+    int part = width / n_groups, first = blockIdx.x % n_groups * part;
+    const float *in = x + row * width + first, *g = gate + row * width + first;
     const float* w = shared_weight ? weight : weight + first;
-    auto value = [&](int c) { return gate_first ? in[c] * silu(g[c]) : in[c]; };
-    float inverse = inverse_rms(part, eps, partial, value);
-    store_row(out + row * width, ACT_ARGUMENTS, row, width, first, part, [&](int c) {
-        float v = value(c) * inverse * w[c];
-        return gate_first ? v : v * silu(g[c]);
-    });
+    normalise(
+        part, eps, partial, [&](int c) { return gate_first ? in[c] * silu(g[c]) : in[c]; },
+        [&](int c) { return gate_first ? w[c] : w[c] * silu(g[c]); },
+        [&](int c, float v) { store_column(out + row * width, ACT_ARGUMENTS, row, width, first + c, c < part, v); });
+}
+
+// One warp a part of at most 32 * NARROW_ITEMS columns; grid (T * groups / warps of a block).
+extern "C" __global__ void gated_norm_narrow(GATED_PARAMETERS) {
+    int at = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+    if (at >= n_parts) return;
+    long long row = at / n_groups;
+    int part = width / n_groups, first = at % n_groups * part;
+    const float *in = x + row * width + first, *g = gate + row * width + first;
+    const float* w = shared_weight ? weight : weight + first;
+    float v[NARROW_ITEMS], factor[NARROW_ITEMS], sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < NARROW_ITEMS; i++) {
+        int c = lane + 32 * i;
+        v[i] = factor[i] = 0.0f;
+        if (c < part) {
+            float opened = silu(g[c]);
+            v[i] = gate_first ? in[c] * opened : in[c];
+            factor[i] = gate_first ? w[c] : w[c] * opened;
+        }
+        sum = fmaf(v[i], v[i], sum);
+    }
+    float inverse = rsqrtf(warp_sum(sum) / part + eps);
+#pragma unroll
+    for (int i = 0; i < NARROW_ITEMS; i++) {
+        int c = lane + 32 * i;
+        if (32 * i < part)
+            store_column(out + row * width, ACT_ARGUMENTS, row, width, first + c, c < part, v[i] * inverse * factor[i]);
+    }
 }

@@ -3,7 +3,7 @@
 //   out[t, c] = sum_i w[c, i] u[t - (K - 1) + i, c] + bias[c], then silu where asked
 //
 // conv_step    every sequence brings one token: reads and writes its state rows (grid: channels, sequences)
-// conv_tokens  any tokens, all at once; the first K - 1 of a sequence also read the state (grid: channels, tokens)
+// conv_tokens  any tokens, all at once; the first K - 1 of a sequence also read the state (grid: channels, TOKENS tokens)
 // conv_state   after conv_tokens: the new state (grid: channels, sequences)
 //
 // State rows of a sequence are K - 1 consecutive pages of the pool, one float32 row of C channels each.
@@ -13,6 +13,7 @@
 #include "common/paged.cuh"
 
 #define CARRIED (TAPS - 1)
+#define TOKENS 8  // of a thread in conv_tokens, which keeps the taps in registers from one to the next
 
 __device__ __forceinline__ float convolve(const float (&x)[TAPS], const float* weight, const float* bias, int c, bool silu_after) {
     float sum = bias ? bias[c] : 0.0f;
@@ -48,24 +49,34 @@ extern "C" __global__ void conv_step(CONV_PARAMETERS) {
     for (int i = 0; i < CARRIED; i++) ((float*)(state + i * page_bytes))[c] = x[i + 1];
 }
 
-extern "C" __global__ void conv_tokens(CONV_PARAMETERS) {
-    int c = blockIdx.x * blockDim.x + threadIdx.x, token = blockIdx.y;
+extern "C" __global__ void conv_tokens(CONV_PARAMETERS, int n_tokens) {
+    int c = blockIdx.x * blockDim.x + threadIdx.x, first = blockIdx.y * TOKENS;
     if (c >= channels) return;
-    int seq = seq_of_token[token], start = query_start[seq];
-    const char* state = (const char*)state_page(pool, page_bytes, pages, columns, seq, column);
-    if (!state) return;
-    bool zero = fresh[seq];
-    float x[TAPS];
+    float x[TAPS], in[TOKENS];
 #pragma unroll
-    for (int i = 0; i < TAPS; i++) {
-        int source = token - CARRIED + i;
-        if (source >= start) {
-            x[i] = u[(long long)source * channels + c];
-        } else {
-            x[i] = zero ? 0.0f : ((const float*)(state + (source - start + CARRIED) * page_bytes))[c];
+    for (int i = 0; i < TOKENS; i++) in[i] = first + i < n_tokens ? u[(long long)(first + i) * channels + c] : 0.0f;
+    int seq = -1, start = 0;
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) {
+        int token = first + t;
+        if (token >= n_tokens) break;
+        if (seq_of_token[token] != seq) {  // the inputs before this token, of the step or of the state
+            seq = seq_of_token[token];
+            start = query_start[seq];
+            const char* state = (const char*)state_page(pool, page_bytes, pages, columns, seq, column);
+            bool zero = fresh[seq] || !state;
+#pragma unroll
+            for (int i = 0; i < CARRIED; i++) {
+                int source = token - CARRIED + i;
+                if (source >= start) x[i + 1] = u[(long long)source * channels + c];
+                else x[i + 1] = zero ? 0.0f : ((const float*)(state + (source - start + CARRIED) * page_bytes))[c];
+            }
         }
+#pragma unroll
+        for (int i = 0; i < CARRIED; i++) x[i] = x[i + 1];
+        x[CARRIED] = in[t];
+        out[(long long)token * channels + c] = convolve(x, weight, bias, c, silu_after);
     }
-    out[(long long)token * channels + c] = convolve(x, weight, bias, c, silu_after);
 }
 
 extern "C" __global__ void conv_state(CONV_PARAMETERS) {

@@ -8,25 +8,20 @@
 // -D  STATE (N, multiple of 8), HEAD_DIM (P)
 // Bytes moved: the state once in and out; B, C and x of the head per row part.
 
-#include "recurrent/copy_floats.cuh"
 #include "common/math.cuh"
 #include "common/paged.cuh"
 #include "common/warp.cuh"
+#include "recurrent/lane_row.cuh"
 
 #define THREADS 128
-#define LANES 8
 #define EACH (STATE / LANES)
 #define ROWS_A_BLOCK (THREADS / LANES)
-#define CHUNK 8
+#define CHUNK 16
 
 struct Chunk {
     float b[CHUNK][STATE], c[CHUNK][STATE], x[CHUNK][ROWS_A_BLOCK];
     float dt[CHUNK], decay[CHUNK];
 };
-
-__device__ __forceinline__ int element_of(int lane, int i) {
-    return EACH % 4 == 0 ? (i / 4) * (4 * LANES) + lane * 4 + i % 4 : i * LANES + lane;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     mamba2(const float* __restrict__ xbc,      // [T, inner + 2 G N] after convolution and silu
@@ -49,10 +44,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int lane = threadIdx.x % LANES, local = threadIdx.x / LANES, p = first_row + local;
     bool mine = p < HEAD_DIM, aligned = (inner | width) % 4 == 0;
     float* state = page + ((long long)head * HEAD_DIM + (mine ? p : 0)) * STATE;
-    float s[EACH];
+    float s[EACH], bias = dt_bias[head], rate = a[head], skip = d[head];
     bool zero = fresh[seq];
 #pragma unroll
-    for (int i = 0; i < EACH; i++) s[i] = zero || !mine ? 0.0f : state[element_of(lane, i)];
+    for (int i = 0; i < EACH; i++) s[i] = zero || !mine ? 0.0f : state[element_of<EACH>(lane, i)];
     auto fetch = [&](Chunk& chunk, int done, int n) {
         const float* in = xbc + (long long)(start + done) * width;
         for (int i = threadIdx.x; i < n * (STATE / 4); i += THREADS) {
@@ -63,13 +58,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
         for (int i = threadIdx.x; i < n * ROWS_A_BLOCK; i += THREADS) {
             int t = i / ROWS_A_BLOCK, row = i % ROWS_A_BLOCK;
-            chunk.x[t][row] = first_row + row < HEAD_DIM ? in[(long long)t * width + head * HEAD_DIM + first_row + row] : 0.0f;
+            if (first_row + row < HEAD_DIM)
+                copy_async_float(&chunk.x[t][row], in + (long long)t * width + head * HEAD_DIM + first_row + row);
         }
-        for (int t = threadIdx.x; t < n; t += THREADS) {
-            float step = softplus(dt[(long long)(start + done + t) * n_heads + head] + dt_bias[head]);
-            chunk.dt[t] = step;
-            chunk.decay[t] = expf(step * a[head]);
-        }
+        for (int t = threadIdx.x; t < n; t += THREADS)
+            copy_async_float(&chunk.dt[t], dt + (long long)(start + done + t) * n_heads + head);
         commit_copies();
     };
     fetch(chunks[0], 0, min(CHUNK, n_tokens));
@@ -83,22 +76,30 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             wait_copies<0>();
         }
         __syncthreads();
+        for (int t = threadIdx.x; t < n; t += THREADS) {
+            float step = softplus(chunk.dt[t] + bias);
+            chunk.dt[t] = step;
+            chunk.decay[t] = expf(step * rate);
+        }
+        __syncthreads();
+#pragma unroll 2
         for (int t = 0; t < n; t++) {
             float x = chunk.x[t][local], decay = chunk.decay[t], add = chunk.dt[t] * x;
-            float y[2] = {0.0f, 0.0f};
+            float b[EACH], c[EACH], y[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            load_row(b, chunk.b[t], lane);
+            load_row(c, chunk.c[t], lane);
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
-                int e = element_of(lane, i);
-                s[i] = fmaf(add, chunk.b[t][e], decay * s[i]);
-                y[i & 1] = fmaf(s[i], chunk.c[t][e], y[i & 1]);
+                s[i] = fmaf(add, b[i], decay * s[i]);
+                y[i & 3] = fmaf(s[i], c[i], y[i & 3]);
             }
-            float sum = group_sum<LANES>(y[0] + y[1]);
+            float sum = group_sum<LANES>((y[0] + y[1]) + (y[2] + y[3]));
             if (lane == 0 && mine)
-                out[(long long)(start + done + t) * inner + head * HEAD_DIM + p] = fmaf(d[head], x, sum);
+                out[(long long)(start + done + t) * inner + head * HEAD_DIM + p] = fmaf(skip, x, sum);
         }
         __syncthreads();
     }
     if (mine)
 #pragma unroll
-        for (int i = 0; i < EACH; i++) state[element_of(lane, i)] = s[i];
+        for (int i = 0; i < EACH; i++) state[element_of<EACH>(lane, i)] = s[i];
 }

@@ -28,7 +28,7 @@ APPEND = [
     )
 ]  # fmt: skip
 DECODE = [
-    attention.decode_kernel(*shape)
+    attention.decode_kernel(*shape).kernel
     for shape in (
         (128, 128, 8, "f16", False), (256, 256, 8, "f16", False), (64, 64, 16, "bf16", False),
         (80, 80, 1, "f32", False), (192, 128, 5, "f16", False), (576, 512, 8, "f16", True),
@@ -40,7 +40,7 @@ PREFILL = [
 ]
 RECURRENT = [
     *recurrent.conv_kernels(4).values(), *recurrent.conv_kernels(3).values(),
-    recurrent.delta_net_kernel(128, "tiled"), recurrent.delta_net_kernel(16, "grouped"),
+    *recurrent.delta_net_kernels(128, "tiled"), *recurrent.delta_net_kernels(16, "grouped"),
     recurrent.mamba2_kernel(128, 64), recurrent.mamba2_kernel(16, 8), recurrent.mamba1_kernel(16),
 ]  # fmt: skip
 KERNELS = [
@@ -49,7 +49,7 @@ KERNELS = [
 ]  # fmt: skip
 ONE_OF_EACH = [
     pointwise.KERNELS[0], pointwise.KERNELS[3], sampling.KERNELS[0], APPEND[1], DECODE[0], PREFILL[0], RECURRENT[0],
-    RECURRENT[6], RECURRENT[8], RECURRENT[10], embed.embed_kernel("q4_k"),
+    RECURRENT[6], RECURRENT[10], RECURRENT[12], embed.embed_kernel("q4_k"),
 ]  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_compiles(source: tuple[str, tuple[tuple[str, object], ...]], architectu
 def test_signatures_match(path: str) -> None:
     """A launcher declares as many parameters as its kernel has, with pointers where the kernel has pointers."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/|\\\n", " ", loader.flatten(path), flags=re.S)
-    for macro, body in re.findall(r"#define (ACT_PARAMETERS|CONV_PARAMETERS) +([^\n]*)", text):
+    for macro, body in 2 * re.findall(r"#define (ACT_PARAMETERS|CONV_PARAMETERS|GATED_PARAMETERS) +([^\n]*)", text):
         text = re.sub(rf"(?<!define )\b{macro}\b", body, text)
     for kernel in {kernel.name: kernel for kernel in KERNELS if kernel.path == path}.values():
         found = re.search(rf"__global__[^;{{]*?\b{kernel.name}\(([^{{]*?)\)\s*\{{", text, flags=re.S)

@@ -21,6 +21,7 @@ from cases.attention import AttentionShape, attention_case
 from cases.common import Case, compare
 from cases.recurrent import Tokens, conv_case, delta_case, mamba1_case, mamba2_case
 from cases.sampling import sample_case
+
 from rimuru.arch.spec import DeltaNetSpec, Mamba1Spec, Mamba2Spec
 from rimuru.batch import Batch
 from rimuru.ops.base import Act, Step
@@ -121,7 +122,9 @@ ATTENTION = [
     attention_case("prompt", AttentionShape([30], [70], 8, 2, element="f16", page_tokens=27)),
     attention_case("prompt, 128 dims", AttentionShape([9], [80], 8, 1, 128, 128, 72, "f16")),
     attention_case("prompt, 192 and 128 dims", AttentionShape([9], [40], 4, 1, 192, 128, element="f16", gated=False)),
-    attention_case("mixed, window, sinks", AttentionShape([1, 20], [90, 85], 4, 2, element="f16", window=33, sinks=True)),
+    attention_case(
+        "mixed, window, sinks", AttentionShape([1, 20], [90, 85], 4, 2, element="f16", window=33, sinks=True)
+    ),
 ]
 RECURRENT = [
     conv_case("mixed", Tokens([3, 1, 9, 1], [3, 5, 20, 1]), 40, 4, True, True),
@@ -160,7 +163,9 @@ def test_pointwise(case: Case, ops: EmulatedFamilies) -> None:
     compare(case.run(ops, inputs), case.expected(inputs), max(case.tolerance, 2e-5))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("case", [sample_case(3, 100), sample_case(4, 1000), sample_case(3, 50, greedy=True)], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [sample_case(3, 100), sample_case(4, 1000), sample_case(3, 50, greedy=True)], ids=lambda case: case.name
+)
 def test_sampling(case: Case, ops: EmulatedFamilies) -> None:
     inputs = case.inputs()
     got, want = case.run(ops, inputs), case.expected(inputs)  # type: ignore[arg-type]

@@ -59,19 +59,24 @@ def test_only_the_loader_builds_modules() -> None:
 class FakeArray:
     def __init__(self, dtype: Any, contiguous: bool = True) -> None:
         self.dtype, self.shape = np.dtype(dtype), (2, 2)
-        self.flags = type("Flags", (), {"c_contiguous": contiguous})
+        self._c_contiguous = contiguous
         self.data = type("Data", (), {"ptr": 4096})
 
 
 def test_launch_checks_and_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel("a.cu", "k", "x: f32*, y: *, n: i32, total: i64, eps: f32")
-    launched: list[Any] = []
-    monkeypatch.setattr(kernel, "_function", lambda *args: launched.append(args))
+    launched: list[tuple[Any, ...]] = []
+
+    def launch(*args: Any) -> None:
+        pointers = (ctypes.c_void_p * 5).from_address(args[9])
+        types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_float)
+        launched.append((*args[:9], *(kind.from_address(at).value for kind, at in zip(types, pointers, strict=True))))
+
+    monkeypatch.setattr(kernel, "_launch_kernel", launch)
+    monkeypatch.setattr(kernel, "_current_stream", lambda: type("Stream", (), {"ptr": 77}))
     good = FakeArray(np.float32)
-    kernel((1,), (32,), (good, None, 3, 1 << 40, 0.5))
-    packed = launched[0][2]
-    assert [type(value) for value in packed] == [np.uint64, np.uint64, np.int32, np.int64, np.float32]
-    assert packed[0] == 4096 and packed[1] == 0
+    kernel((5,), (32, 2), (good, None, np.int32(-3), 1 << 40, np.float32(0.5)))
+    assert launched == [(0, 5, 1, 1, 32, 2, 1, 0, 77, 4096, 0, -3, 1 << 40, 0.5)]
     for bad, error in (
         ((good, None, 3, 4), TypeError),
         ((FakeArray(np.float16), None, 3, 4, 0.5), TypeError),

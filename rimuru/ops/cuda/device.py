@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,6 +124,8 @@ class PinnedMemory:
             self._memory = mmap.mmap(-1, size)
             self._bytes = np.frombuffer(self._memory, np.uint8)
         self.array = self._bytes[:n_bytes]
+        # Memory that goes back to the system while it is registered would leave the driver with stale addresses.
+        self._release = weakref.finalize(self, _unpin, self._runtime, self._registered, self._allocated)
 
     @property
     def address(self) -> int:
@@ -130,11 +133,17 @@ class PinnedMemory:
 
     def close(self) -> None:
         """Unpin; copies must have ended. The array must not be used afterwards where the driver allocated it."""
-        if self._registered:
-            self._runtime.hostUnregister(self._registered)
-        if self._allocated:
-            self._runtime.freeHost(self._allocated)
-        self._registered = self._allocated = 0
+        self._release()
+
+
+def _unpin(runtime: Any, registered: int, allocated: int) -> None:
+    try:
+        if registered:
+            runtime.hostUnregister(registered)
+        if allocated:
+            runtime.freeHost(allocated)
+    except runtime.CUDARuntimeError as error:  # at exit the driver may be gone before the memory
+        logger.debug("pinned memory was not released: %s", error)
 
 
 class StagedBytes:
@@ -156,6 +165,11 @@ class StagedBytes:
     @property
     def address(self) -> int:
         return 0 if self._device is None else int(self._device.data.ptr)
+
+    @property
+    def n_bytes(self) -> int:
+        """Device bytes that the block takes now."""
+        return self._capacity
 
     def reserve(self, n_bytes: int) -> None:
         """Make room for n_bytes."""

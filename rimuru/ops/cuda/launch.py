@@ -11,7 +11,9 @@ verified.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,23 +22,27 @@ import numpy as np
 from rimuru.base import env
 from rimuru.ops.cuda import loader
 
-_SCALARS: dict[str, Any] = {"i32": np.int32, "i64": np.int64, "f32": np.float32, "u64": np.uint64}
+_SCALARS = {"i32": "i4x", "i64": "q", "f32": "f4x", "u64": "Q"}
+"""struct formats of the scalar types, each in a slot of 8 bytes."""
+
 _ELEMENTS = {
     "f32": "float32", "f16": "float16", "bf16": "uint16", "i8": "int8", "u8": "uint8", "i32": "int32",
     "i64": "int64", "u64": "uint64", "bool": "bool",
 }  # fmt: skip
-_DEFAULT_SHARED_BYTES = 48 * 1024
 
 
 def address_of(array: Any) -> int:
     """The device address of an array, of an int (itself) or of None (0)."""
     if array is None:
         return 0
-    return array if isinstance(array, int) else int(array.data.ptr)
+    return array if isinstance(array, int) else array.data.ptr  # type: ignore[no-any-return]
 
 
 class Kernel:
-    """A kernel of `path` under cuda_src, compiled with `defines` at its first launch."""
+    """A kernel of `path` under cuda_src, compiled with `defines` at its first launch.
+
+    Arguments are packed into one buffer per kernel, which the driver reads during the launch: one thread at a time.
+    """
 
     def __init__(self, path: str, name: str, signature: str, defines: Mapping[str, int | str] | None = None) -> None:
         self.path = path
@@ -48,10 +54,21 @@ class Kernel:
             if kind not in _SCALARS and kind.rstrip("*") not in ("", *_ELEMENTS):
                 raise ValueError(f"{name}: parameter {label} has the unknown type {kind!r}")
             self.parameters.append((label, kind))
-        self._packers = [_SCALARS.get(kind) for _, kind in self.parameters]
-        self._function: Any = None
+        n = len(self.parameters)
+        self._is_pointer = [kind not in _SCALARS for _, kind in self.parameters]
+        self._elements = [
+            np.dtype(_ELEMENTS[kind[:-1]]) if kind[:-1] in _ELEMENTS else None for _, kind in self.parameters
+        ]
+        self._packer = struct.Struct("=" + "".join(_SCALARS.get(kind, "Q") for _, kind in self.parameters))
+        self._buffer = ctypes.create_string_buffer(8 * n)
+        base = ctypes.addressof(self._buffer)
+        self._pointers = (ctypes.c_void_p * n)(*[base + 8 * i for i in range(n)])
+        self._pointers_at = ctypes.addressof(self._pointers)
         self._raw: Any = None
-        self._shared_bytes = _DEFAULT_SHARED_BYTES
+        self._function = 0
+        self._launch_kernel: Any = None
+        self._current_stream: Any = None
+        self._shared_bytes = 0
         self._checked = env.check_launches()
 
     @property
@@ -61,9 +78,13 @@ class Kernel:
 
     def load(self) -> None:
         """Compile now; a launch during graph capture must find its kernel loaded."""
-        if self._function is None:
+        if self._launch_kernel is None:
+            import cupy
+
             self._raw = loader.module(self.path, self.defines).kernel(self.name)
-            self._function = self._raw.kernel
+            self._function = int(self._raw.kernel.ptr)
+            self._current_stream = cupy.cuda.get_current_stream
+            self._launch_kernel = cupy.cuda.driver.launchKernel
 
     def __call__(
         self,
@@ -74,31 +95,38 @@ class Kernel:
         stream: Any = None,
     ) -> None:
         """Launch on `stream`, or on the current stream of the thread."""
-        if self._function is None:
+        if self._launch_kernel is None:
             self.load()
         if self._checked:
             self._check(grid, block, args)
         if shared_bytes > self._shared_bytes:
+            # Static and dynamic shared memory share the default limit, so even a small request may need this.
             self._raw.max_dynamic_shared_size_bytes = shared_bytes
             self._shared_bytes = shared_bytes
-        packed = tuple(
-            np.uint64(address_of(arg)) if pack is None else pack(arg)
-            for pack, arg in zip(self._packers, args, strict=True)
+        self._packer.pack_into(
+            self._buffer,
+            0,
+            *[address_of(arg) if pointer else arg for pointer, arg in zip(self._is_pointer, args, strict=True)],
         )
-        self._function(grid, block, packed, shared_bytes, stream)
+        queue = self._current_stream() if stream is None else stream
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        bx, by, bz = block if len(block) == 3 else (*block, 1, 1)[:3]
+        self._launch_kernel(self._function, x, y, z, bx, by, bz, shared_bytes, queue.ptr, self._pointers_at, 0)
 
     def _check(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]) -> None:
         if len(args) != len(self.parameters):
             raise TypeError(f"{self.name} takes {len(self.parameters)} arguments, {len(args)} given")
         if min(grid) < 1 or min(block) < 1 or math.prod(block) > 1024 or max(grid[1:], default=1) > 65535:
             raise ValueError(f"{self.name}: grid {grid}, block {block} cannot be launched")
-        for (label, kind), arg in zip(self.parameters, args, strict=True):
-            if kind in _SCALARS:
-                if kind == "i32" and not -(1 << 31) <= int(arg) < (1 << 31):
+        for (label, kind), pointer, wanted, arg in zip(
+            self.parameters, self._is_pointer, self._elements, args, strict=True
+        ):
+            if not pointer:
+                if kind == "i32" and not -0x80000000 <= arg < 0x80000000:
                     raise ValueError(f"{self.name}: {label} = {arg} does not fit in 32 bits")
             elif arg is not None and not isinstance(arg, int):
-                wanted = _ELEMENTS.get(kind.rstrip("*"))
-                if wanted is not None and arg.dtype != wanted:
-                    raise TypeError(f"{self.name}: {label} has elements {arg.dtype}, not {wanted}")
-                if not arg.flags.c_contiguous:
+                dtype = arg.dtype
+                if wanted is not None and dtype is not wanted and dtype != wanted:
+                    raise TypeError(f"{self.name}: {label} has elements {dtype}, not {wanted}")
+                if not arg._c_contiguous:  # CuPy's own flag: the public one costs a microsecond
                     raise ValueError(f"{self.name}: {label} of shape {arg.shape} is not contiguous")

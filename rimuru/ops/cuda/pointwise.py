@@ -12,7 +12,11 @@ ACTIVATION_IDS = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "swiglu_oai": 3, "ident
 """Numbers of the activations in kernels (cuda_src/common/math.cuh)."""
 
 ACT_SIGNATURE = "act_values: i8*, act_scales: f32*, act_sums: i32*"
-_GLU_COLUMNS = 1024
+_GLU_COLUMNS = 256
+_NARROW_WARPS = 8
+_NARROW_WIDTH = 512
+"""Parts of a gated norm up to this width have a warp each (cuda_src/pointwise/norm.cu)."""
+
 
 _rms_norm = Kernel(
     "pointwise/norm.cu", "rms_norm", f"x: f32*, weight: f32*, out: f32*, {ACT_SIGNATURE}, width: i32, eps: f32"
@@ -20,12 +24,12 @@ _rms_norm = Kernel(
 _add_norm = Kernel(
     "pointwise/norm.cu", "add_norm", "x: f32*, delta: f32*, weight: f32*, width: i32, eps: f32, scale: f32"
 )
-_gated_norm = Kernel(
-    "pointwise/norm.cu",
-    "gated_norm",
+_GATED_SIGNATURE = (
     f"x: f32*, gate: f32*, weight: f32*, out: f32*, {ACT_SIGNATURE},"
-    "width: i32, n_groups: i32, shared_weight: i32, gate_first: i32, eps: f32",
+    "width: i32, n_groups: i32, shared_weight: i32, gate_first: i32, eps: f32, n_parts: i32"
 )
+_gated_norm = Kernel("pointwise/norm.cu", "gated_norm", _GATED_SIGNATURE)
+_gated_norm_narrow = Kernel("pointwise/norm.cu", "gated_norm_narrow", _GATED_SIGNATURE)
 _glu = Kernel(
     "pointwise/glu.cu",
     "glu_rows",
@@ -39,7 +43,10 @@ _multiply = Kernel(
     "pointwise/glu.cu", "multiply_rows", f"a: f32*, b: f32*, out: f32*, {ACT_SIGNATURE}, width: i32, columns: i32"
 )
 
-KERNELS = (_rms_norm, _add_norm, _gated_norm, _glu, _row_gate, _gather_rows, _finish_logits, _multiply, _take_tokens)
+KERNELS = (
+    _rms_norm, _add_norm, _gated_norm, _gated_norm_narrow, _glu, _row_gate, _gather_rows, _finish_logits, _multiply,
+    _take_tokens,
+)  # fmt: skip
 
 
 def act_arguments(act: Act) -> tuple[Any, Any, Any]:
@@ -70,11 +77,12 @@ def gated_norm(x: Array, gate: Array, weight: Array, eps: float, n_groups: int, 
     fused = part % 32 == 0
     act = act_arguments(out) if fused else (None, None, None)
     shared_weight = weight.size == part
-    _gated_norm(
-        (n_tokens, n_groups),
-        (row_threads(part),),
-        (x, gate, weight, out.f32, *act, width, n_groups, shared_weight, gate_first, eps),
-    )
+    n_parts = n_tokens * n_groups
+    args = (x, gate, weight, out.f32, *act, width, n_groups, shared_weight, gate_first, eps, n_parts)
+    if part <= _NARROW_WIDTH:
+        _gated_norm_narrow((ceil_div(n_parts, _NARROW_WARPS),), (32 * _NARROW_WARPS,), args)
+    else:
+        _gated_norm((n_parts,), (row_threads(part),), args)
     if not fused:
         quantise(out, n_tokens)
 

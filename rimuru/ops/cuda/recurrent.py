@@ -10,11 +10,11 @@ from rimuru.base.units import ceil_div
 from rimuru.ops.base import Array, StateLayer, Step
 from rimuru.ops.cuda.launch import Kernel
 
-_STATE_SIGNATURE = (
-    "pool: *, pages: i32*, fresh: bool*, query_start: i32*, page_bytes: i64, columns: i32, column: i32"
-)
+_STATE_SIGNATURE = "pool: *, pages: i32*, fresh: bool*, query_start: i32*, page_bytes: i64, columns: i32, column: i32"
 _THREADS = 128
+_PREPARE_THREADS = 256
 _CONV_THREADS = 128
+_CONV_TOKENS = 8
 
 
 @cache
@@ -24,19 +24,23 @@ def conv_kernels(taps: int) -> dict[str, Kernel]:
         "u: f32*, weight: f32*, bias: f32*, out: f32*, pool: *, pages: i32*, fresh: bool*, query_start: i32*,"
         "seq_of_token: i32*, page_bytes: i64, columns: i32, column: i32, channels: i32, silu_after: i32"
     )
-    names = ("conv_step", "conv_tokens", "conv_state")
-    return {name: Kernel("recurrent/conv_update.cu", name, signature, {"TAPS": taps}) for name in names}
+    path, defines = "recurrent/conv_update.cu", {"TAPS": taps}
+    return {
+        "conv_step": Kernel(path, "conv_step", signature, defines),
+        "conv_tokens": Kernel(path, "conv_tokens", signature + ", n_tokens: i32", defines),
+        "conv_state": Kernel(path, "conv_state", signature, defines),
+    }
 
 
 @cache
-def delta_net_kernel(head_dim: int, head_order: str) -> Kernel:
-    return Kernel(
-        "recurrent/deltanet.cu",
-        "delta_net",
-        "qkv: f32*, beta: f32*, alpha: f32*, a: f32*, dt_bias: f32*, out: f32*,"
-        f"{_STATE_SIGNATURE}, n_key_heads: i32, n_value_heads: i32, eps: f32",
-        {"DIM": head_dim, "TILED": int(head_order == "tiled")},
+def delta_net_kernels(head_dim: int, head_order: str) -> tuple[Kernel, Kernel]:
+    """delta_prepare and delta_net."""
+    path, defines = "recurrent/deltanet.cu", {"DIM": head_dim, "TILED": int(head_order == "tiled")}
+    prepare = (
+        "qkv: f32*, beta: f32*, alpha: f32*, a: f32*, dt_bias: f32*, n_key_heads: i32, n_value_heads: i32, eps: f32"
     )
+    step = f"qkv: f32*, beta: f32*, decay: f32*, out: f32*, {_STATE_SIGNATURE}, n_key_heads: i32, n_value_heads: i32"
+    return Kernel(path, "delta_prepare", prepare, defines), Kernel(path, "delta_net", step, defines)
 
 
 @cache
@@ -84,7 +88,7 @@ def conv_update(
     if n_tokens == n_seqs:
         kernels["conv_step"]((blocks, n_seqs), (_CONV_THREADS,), args)
         return
-    kernels["conv_tokens"]((blocks, n_tokens), (_CONV_THREADS,), args)
+    kernels["conv_tokens"]((blocks, ceil_div(n_tokens, _CONV_TOKENS)), (_CONV_THREADS,), (*args, n_tokens))
     kernels["conv_state"]((blocks, n_seqs), (_CONV_THREADS,), args)
 
 
@@ -100,14 +104,16 @@ def delta_net(
     state: StateLayer,
     out: Array,
 ) -> None:
+    """q, k, beta and alpha are overwritten by what the recurrence reads."""
+    prepare, recurrence = delta_net_kernels(spec.head_dim, spec.head_order)
+    heads = (spec.n_key_heads, spec.n_value_heads)
+    prepare((qkv.shape[0],), (_PREPARE_THREADS,), (qkv, beta, alpha, a, dt_bias, *heads, eps))
     parts = ceil_div(spec.head_dim, _THREADS // 8)
-    delta_net_kernel(spec.head_dim, spec.head_order)(
+    recurrence(
         (spec.n_value_heads * parts, step.host.n_seqs),
         (_THREADS,),
-        (
-            qkv, beta, alpha, a, dt_bias, out, *_ssm_arguments(step, state), spec.n_key_heads, spec.n_value_heads, eps,
-        ),
-    )  # fmt: skip
+        (qkv, beta, alpha, out, *_ssm_arguments(step, state), *heads),
+    )
 
 
 def mamba2(
