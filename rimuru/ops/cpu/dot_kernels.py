@@ -88,6 +88,26 @@ def _sum_lanes(acc: V) -> V:
         acc = half
 
 
+def _sum_lanes_of_rows(k: Kernel, rows: list[V]) -> V:
+    """_sum_lanes of some vectors at once: the same tree, in fewer instructions."""
+    n_rows = len(rows)
+    halves = [[v.low() for v in rows], [v.high() for v in rows]]
+    while True:
+        joined = [_concat_all(parts) for parts in halves]
+        total = joined[0] + joined[1]
+        n = total.type.count // n_rows  # lanes left of each row
+        if n == 1:
+            return total
+        split = [total.pick([n * r + i for r in range(n_rows) for i in range(h, h + n // 2)]) for h in (0, n // 2)]
+        halves = [[split[0]], [split[1]]]
+
+
+def _concat_all(parts: list[V]) -> V:
+    while len(parts) > 1:
+        parts = [parts[i].concat(parts[i + 1]) for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
 def _n_super(n_in: V) -> V:
     return (n_in + 255) >> 8
 
@@ -122,14 +142,13 @@ class _Row:
 
 
 def emit_rows(fmt: DotFormat, k: Kernel, w: V, row_bytes: V, n_rows: V, x: V, n_in: V, out: V) -> None:
-    """One token."""
+    """One token. Row by row: two rows side by side would share work, but lose the processor's prefetching (3x)."""
     packed = _Row(k, fmt, n_in)
-    n_super = _n_super(n_in)
     with k.loop(n_rows) as r:
         row = w + r * row_bytes
         packed.start(row)
         acc = k.var(k.const(0.0, F32X8))
-        with k.loop(n_super) as s:
+        with k.loop(_n_super(n_in)) as s:
             a = _Act(k, x + s * RECORD_BYTES, fmt.per_16, fmt.has_minimum, fmt.offset)
             acc.set(_accumulate(k, acc.get(), fmt.unpack(k, packed.superblock(row, s)), a))
         k.store(_sum_lanes(acc.get()), out + r * 4)
@@ -204,25 +223,6 @@ def emit_tile(
         _store_tile(k, accs, out + first * 4, out_stride)
 
 
-def _sum_lanes_of_rows(k: Kernel, rows: list[V]) -> V:
-    """_sum_lanes of TILE_ROWS vectors at once: the same tree, in fewer instructions."""
-    halves = [[v.low() for v in rows], [v.high() for v in rows]]
-    while True:
-        joined = [_concat_all(parts) for parts in halves]
-        total = joined[0] + joined[1]
-        n = total.type.count // TILE_ROWS  # lanes left of each row
-        if n == 1:
-            return total
-        split = [total.pick([n * r + i for r in range(TILE_ROWS) for i in range(h, h + n // 2)]) for h in (0, n // 2)]
-        halves = [[split[0]], [split[1]]]
-
-
-def _concat_all(parts: list[V]) -> V:
-    while len(parts) > 1:
-        parts = [parts[i].concat(parts[i + 1]) for i in range(0, len(parts), 2)]
-    return parts[0]
-
-
 def _store_tile(k: Kernel, accs: list[list[Var]], out: V, out_stride: V) -> None:
     for t in range(len(accs[0])):
         rows = [row[t].get() for row in accs]
@@ -241,38 +241,23 @@ def _floats(name: str, k: Kernel, address: V, n: int) -> V:
     return (k.load(address, type(F32X16)(I16, n)).zext(I32) << 16).bitcast(type(F32X16)(F32, n))
 
 
-def _float_rows(name: str, n_rows: int, k: Kernel, rows: list[V], x: V, n_in: V, rest: V, out: V) -> None:
-    """n_rows rows . x; the rest of each row has been brought to float32 at rest + 64 r by the caller's copy."""
-    size = 4 if name == "f32" else 2
-    accs = [k.var(k.const(0.0, F32X16)) for _ in rows]
-    whole = n_in & -16
-    with k.loop(whole, step=16) as i:
-        a = k.load(x + i * 4, F32X16)
-        for row, acc in zip(rows, accs, strict=True):
-            acc.set(k.fma(_floats(name, k, row + i * size, 16), a, acc.get()))
-    n_rest = n_in - whole
-    with k.when(n_rest.compare(">", 0)):
-        a = k.load_f32_head(x + whole * 4, n_rest)
-        for r, (row, acc) in enumerate(zip(rows, accs, strict=True)):
-            with k.loop(n_rest) as i:
-                k.store(_floats(name, k, row + (whole + i) * size, 1).lane(0), rest + i * 4)
-            acc.set(k.fma(k.load(rest, F32X16), a, acc.get()))
-            k.store(_sum_lanes(acc.get()), out + 4 * r)
-    with k.when(n_rest.compare("==", 0)):
-        for r, acc in enumerate(accs):
-            k.store(_sum_lanes(acc.get()), out + 4 * r)
-
-
 def emit_float_rows(name: str, k: Kernel, w: V, row_bytes: V, n_rows: V, x: V, n_in: V, out: V) -> None:
-    """One token; four rows at a time hide the latency of the multiply-adds."""
+    """One token."""
+    size = 4 if name == "f32" else 2
+    whole = n_in & -16
+    n_rest = n_in - whole
     rest = k.scratch(64)
     k.store(k.const(0, I32X16), rest)
-    n_fours = n_rows & -4
-    with k.loop(n_fours, step=4) as r:
-        rows = [w + (r + i) * row_bytes for i in range(4)]
-        _float_rows(name, 4, k, rows, x, n_in, rest, out + r * 4)
-    with k.loop(n_rows, start=n_fours) as r:
-        _float_rows(name, 1, k, [w + r * row_bytes], x, n_in, rest, out + r * 4)
+    with k.loop(n_rows) as r:
+        row = w + r * row_bytes
+        acc = k.var(k.const(0.0, F32X16))
+        with k.loop(whole, step=16) as i:
+            acc.set(k.fma(_floats(name, k, row + i * size, 16), k.load(x + i * 4, F32X16), acc.get()))
+        with k.when(n_rest.compare(">", 0)):
+            with k.loop(n_rest) as i:
+                k.store(_floats(name, k, row + (whole + i) * size, 1).lane(0), rest + i * 4)
+            acc.set(k.fma(k.load(rest, F32X16), k.load_f32_head(x + whole * 4, n_rest), acc.get()))
+        k.store(_sum_lanes(acc.get()), out + r * 4)
 
 
 def emit_float_expand(name: str, k: Kernel, w: V, row_bytes: V, n_rows: V, n_in: V, panel: V) -> None:

@@ -78,7 +78,8 @@ def _group_pairs(context):  # type: ignore[no-untyped-def]
     groups = i64_at(c[_GROUPS], n_experts * _GROUP).reshape(n_experts, _GROUP)
     pairs = i64_at(c[_PAIRS], n_pairs)
     group_of = i64_at(c[_GROUP_OF], n_experts)  # holds the experts' counts first
-    group_of[:] = 0
+    for e in range(n_experts):
+        group_of[e] = 0
     for i in range(n_pairs):
         if 0 <= ids[i] < n_experts and (c[_ACTIVE] == 0 or u8_at(c[_ACTIVE], n_experts)[ids[i]] != 0):
             group_of[ids[i]] += 1
@@ -157,6 +158,13 @@ def _project(c, p, expert, first, n_rows, tokens, n_tokens, out, stride, panel):
 
 
 @njit(cache=True, nogil=True, fastmath=False)
+def _copy(target, source, n):  # type: ignore[no-untyped-def]
+    a, b = f32_at(target, n), f32_at(source, n)
+    for i in range(n):  # an assignment of slices would compile checks and their texts
+        a[i] = b[i]
+
+
+@njit(cache=True, nogil=True, fastmath=False)
 def _projection(context, which):  # type: ignore[no-untyped-def]
     return i64_at(context + (_HEADER + which * _PROJECTION) * 8, _PROJECTION)
 
@@ -188,7 +196,7 @@ def _up_task(context, c, task, scratch):  # type: ignore[no-untyped-def]
     for i in range(n_tokens):
         hidden = c[_HIDDEN] + pairs[i] * c[_HIDDEN_BYTES]
         if is_float:
-            f32_at(hidden + first * 4, n_rows)[:] = f32_at(up_values + i * stride, n_rows)
+            _copy(hidden + first * 4, up_values + i * stride, n_rows)
         else:
             end = (c[_N_FF] + 255) // 256 * 8 if last else (first + n_rows) // 32
             call(c[_QUANTIZE], (up_values + i * stride, hidden, c[_N_FF] // 32, first // 32, end))
@@ -215,8 +223,7 @@ def _down_task(context, c, task, scratch):  # type: ignore[no-untyped-def]
         pause()
     _project(c, p, g[_EXPERT], first, n_rows, scratch, n_tokens, values, DOWN_ROWS * 4, panel)
     for i in range(n_tokens):
-        out = f32_at(c[_OUT] + (pairs[i] * c[_N_OUT] + first) * 4, n_rows)
-        out[:] = f32_at(values + i * DOWN_ROWS * 4, n_rows)
+        _copy(c[_OUT] + (pairs[i] * c[_N_OUT] + first) * 4, values + i * DOWN_ROWS * 4, n_rows)
 
 
 @Worker
@@ -316,7 +323,8 @@ def _combine_worker(context, index):  # type: ignore[no-untyped-def]
             weights = f32_at(c[_C_WEIGHTS] + t * c[_C_WEIGHT_STRIDE], k)
             for first in range(0, width, 256):
                 n = min(256, width - first)
-                piece[:] = np.float32(0.0)
+                for i in range(n):
+                    piece[i] = np.float32(0.0)
                 for slot in range(k):
                     values = f32_at(c[_C_VALUES] + ((t * k + slot) * width + first) * 4, n)
                     weight = weights[slot]

@@ -80,7 +80,10 @@ def _read_cached(path: Path) -> bytes | None:
 
 
 def _write_cached(path: Path, code: bytes) -> None:
+    """Keep code, in place of what older sources made of the same kernel."""
     try:
+        for old in path.parent.glob(path.name.rpartition("-")[0] + "-*.o"):
+            old.unlink()
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(hashlib.sha256(code).digest() + code)
         Path(file.name).replace(path)
