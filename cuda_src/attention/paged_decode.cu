@@ -14,7 +14,7 @@
 // byte permutes.
 //
 // -D  KEY_DIM, VALUE_DIM (multiples of 8, up to 256), GROUP (1 to 16), ELEMENT 0 f16, 1 bf16
-//     WARPS of a block, MIN_BLOCKS on a multiprocessor
+//     WARPS of a block, MIN_BLOCKS on a multiprocessor, UNIT (keys, a multiple of 64)
 // Bytes moved: every visible K and V row once per KV head and token.
 
 #include "attention/merge.cuh"
@@ -26,7 +26,6 @@
 
 #define THREADS (WARPS * 32)
 #define MAX_SPLITS 32
-#define UNIT 256
 #define PIECE 16
 #define HEAD_TILES ((GROUP + 7) / 8)
 #define K_BLOCKS ((KEY_DIM + 31) / 32)

@@ -5,9 +5,11 @@
 // grid (tiles, n_head_kv). A tile is ROWS rows of one sequence and KV head; row = (token of the sequence) * group + head of
 // the group, so K and V in shared memory serve all query heads. Sequence s has the tiles floor(start_s * group / ROWS) + s
 // onwards: enough for its rows, found on the device by bisection. Sequences of at most `skip_tokens` tokens are left out.
-// Keys are visited in blocks of KEYS from a multiple of 64, so a row's sums do not depend on how a prompt is cut.
+// Keys are visited in blocks of KEYS from a multiple of 64, so a row's sums do not depend on how a prompt is cut. Two
+// stages of K and V: one is copied while the other is worked on, with one barrier a block of keys.
 //
-// -D  KEY_DIM, VALUE_DIM (multiples of 16, up to 256), ELEMENT 0 f16, 1 bf16
+// -D  KEY_DIM, VALUE_DIM (multiples of 16, up to 256), ELEMENT 0 f16, 1 bf16, KEYS (32 or 64), WARP_TILES (16-row tiles of a
+//     warp, 1 or 2), MIN_BLOCKS on a multiprocessor
 // Flops: 2 (KEY_DIM + VALUE_DIM) per visible (query head, key). Bytes: K and V once per tile.
 
 #include "attention/tile_mma.cuh"
@@ -16,17 +18,19 @@
 #include "common/paged.cuh"
 #include "common/warp.cuh"
 
-#define ROWS 64
-#define THREADS 128
-#define KEYS (KEY_DIM > 128 || VALUE_DIM > 128 ? 32 : 64)
+#define WARPS 4
+#define THREADS (32 * WARPS)
+#define WARP_ROWS (16 * WARP_TILES)
+#define ROWS (WARPS * WARP_ROWS)
 #define K_STRIDE (KEY_DIM + 8)  // elements; 16 bytes more than a row, so that eight rows meet all banks
 #define V_STRIDE (VALUE_DIM + 8)
-#define Q_IN_REGISTERS (KEY_DIM <= 128)
+#define STAGE (KEYS * (K_STRIDE + V_STRIDE))
+#define Q_IN_REGISTERS (KEY_DIM <= 128 && WARP_TILES == 1)  // else in shared memory behind the stages
 
 struct Tile {
-    int token;     // first token of the sequence, as a row of q
-    int n_rows;    // rows of the sequence
-    int first;     // first row of the tile
+    int token;   // first token of the sequence, as a row of q
+    int n_rows;  // rows of the sequence
+    int first;   // first row of the tile
     int seq;
 };
 
@@ -44,13 +48,16 @@ __device__ __forceinline__ bool find_tile(const int* query_start, int n_seqs, in
     return tile.first < tile.n_rows;
 }
 
-__device__ __forceinline__ void find_rows(const char** keys, const char** values, const KvView& kv, int seq, int head,
-                                          int first, int begin, int end) {
+struct Rows {
+    const char *keys[KEYS], *values[KEYS];  // null: not visible to any row, or no page
+};
+
+__device__ __forceinline__ void find_rows(Rows& rows, const KvView& kv, int seq, int head, int first, int begin, int end) {
     for (int i = threadIdx.x; i < KEYS; i += THREADS) {
         int p = first + i;
         const char* value = nullptr;
-        keys[i] = p >= begin && p < end ? kv_rows(kv, seq, head, p, value) : nullptr;
-        values[i] = value;
+        rows.keys[i] = p >= begin && p < end ? kv_rows(kv, seq, head, p, value) : nullptr;
+        rows.values[i] = value;
     }
 }
 
@@ -61,31 +68,57 @@ __device__ __forceinline__ void fetch(element_t* tile, const char* const* rows) 
         const char* from = rows[row];
         copy_async16(tile + row * STRIDE + chunk, from + chunk * 2, from != nullptr);
     }
-    commit_copies();
 }
 
-// s[16 rows x KEYS] = q k^T for the warp's rows
-__device__ __forceinline__ void scores(float (&s)[KEYS / 8][4], const unsigned (&q)[KEY_DIM / 16][4], const element_t* q_tile,
+// Scaled queries of the tile as elements; a thread has part of one row.
+__device__ __forceinline__ void load_queries(element_t* q_tile, const float* q, const Tile& tile, int group, int n_head,
+                                             int first_head, int stride, float scale) {
+    const int lanes = THREADS / ROWS > 0 ? THREADS / ROWS : 1;
+    int local = threadIdx.x / lanes, row = tile.first + local;
+    bool inside = row < tile.n_rows;
+    const float* from = q + ((long long)(tile.token + (inside ? row / group : 0)) * n_head + first_head + row % group) * stride;
+    for (int c = threadIdx.x % lanes * 4; c < KEY_DIM; c += lanes * 4) {
+        float4 v = inside ? *(const float4*)(from + c) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        *(uint2*)(q_tile + local * K_STRIDE + c) = make_uint2(pack_pair(v.x * scale, v.y * scale), pack_pair(v.z * scale, v.w * scale));
+    }
+}
+
+// The left side of q k^T: 16 rows, dims 16 k .. + 15.
+__device__ __forceinline__ void query_matrix(u32 (&a)[4], const element_t* q_tile, int tile, int k) {
+    int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * WARP_ROWS + tile * 16 + (lane & 15);
+    load_matrices(a, (const __half*)(q_tile + row * K_STRIDE + k * 16 + (lane >> 4) * 8));
+}
+
+// s[rows of the warp x KEYS] = q k^T
+__device__ __forceinline__ void scores(float (&s)[WARP_TILES][KEYS / 8][4], const u32 (&q)[KEY_DIM / 16][4], const element_t* q_tile,
                                        const element_t* k_tile) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int lane = threadIdx.x & 31;
 #pragma unroll
-    for (int n = 0; n < KEYS / 8; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+    for (int m = 0; m < WARP_TILES; m++)
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n++) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.0f;
 #pragma unroll
     for (int k = 0; k < KEY_DIM / 16; k++) {
-        unsigned a[4];
-        if (Q_IN_REGISTERS) {
+        u32 a[WARP_TILES][4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) a[i] = q[k][i];
-        } else {
-            load_matrices(a, (const __half*)(q_tile + (warp * 16 + (lane & 15)) * K_STRIDE + k * 16 + (lane >> 4) * 8));
+        for (int m = 0; m < WARP_TILES; m++) {
+            if (Q_IN_REGISTERS) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) a[m][i] = q[k][i];
+            } else {
+                query_matrix(a[m], q_tile, m, k);
+            }
         }
 #pragma unroll
         for (int n = 0; n < KEYS / 16; n++) {
-            unsigned b[4];
+            u32 b[4];
             int row = n * 16 + (lane & 7) + (lane >> 4) * 8, column = k * 16 + ((lane >> 3) & 1) * 8;
             load_matrices(b, (const __half*)(k_tile + row * K_STRIDE + column));
-            multiply_add_elements(s[2 * n], a, b[0], b[1]);
-            multiply_add_elements(s[2 * n + 1], a, b[2], b[3]);
+#pragma unroll
+            for (int m = 0; m < WARP_TILES; m++) {
+                multiply_add_elements(s[m][2 * n], a[m], b[0], b[1]);
+                multiply_add_elements(s[m][2 * n + 1], a[m], b[2], b[3]);
+            }
         }
     }
 }
@@ -125,24 +158,31 @@ __device__ __forceinline__ void softmax(float (&s)[KEYS / 8][4], const int (&pos
 }
 
 // o += p v for the warp's rows
-__device__ __forceinline__ void gather(float (&o)[VALUE_DIM / 8][4], const float (&p)[KEYS / 8][4], const element_t* v_tile) {
+__device__ __forceinline__ void gather(float (&o)[WARP_TILES][VALUE_DIM / 8][4], const float (&p)[WARP_TILES][KEYS / 8][4],
+                                       const element_t* v_tile) {
     int lane = threadIdx.x & 31;
 #pragma unroll
     for (int k = 0; k < KEYS / 16; k++) {
-        unsigned a[4] = {pack_pair(p[2 * k][0], p[2 * k][1]), pack_pair(p[2 * k][2], p[2 * k][3]),
-                         pack_pair(p[2 * k + 1][0], p[2 * k + 1][1]), pack_pair(p[2 * k + 1][2], p[2 * k + 1][3])};
+        u32 a[WARP_TILES][4];
+#pragma unroll
+        for (int m = 0; m < WARP_TILES; m++) {
+            a[m][0] = pack_pair(p[m][2 * k][0], p[m][2 * k][1]), a[m][1] = pack_pair(p[m][2 * k][2], p[m][2 * k][3]);
+            a[m][2] = pack_pair(p[m][2 * k + 1][0], p[m][2 * k + 1][1]), a[m][3] = pack_pair(p[m][2 * k + 1][2], p[m][2 * k + 1][3]);
+        }
 #pragma unroll
         for (int n = 0; n < VALUE_DIM / 16; n++) {
-            unsigned b[4];
-            int row = k * 16 + (lane & 15), column = n * 16 + (lane >> 4) * 8;
-            load_matrices_transposed(b, v_tile + row * V_STRIDE + column);
-            multiply_add_elements(o[2 * n], a, b[0], b[1]);
-            multiply_add_elements(o[2 * n + 1], a, b[2], b[3]);
+            u32 b[4];
+            load_matrices_transposed(b, v_tile + (k * 16 + (lane & 15)) * V_STRIDE + n * 16 + (lane >> 4) * 8);
+#pragma unroll
+            for (int m = 0; m < WARP_TILES; m++) {
+                multiply_add_elements(o[m][2 * n], a[m], b[0], b[1]);
+                multiply_add_elements(o[m][2 * n + 1], a[m], b[2], b[3]);
+            }
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, KEY_DIM <= 128 ? 3 : 2)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     paged_prefill(const float* __restrict__ q,          // [T, n_head * q_stride]
                   const int* __restrict__ positions,    // [T]
                   const int* __restrict__ query_start,  // [S + 1]
@@ -153,12 +193,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_DIM <= 128 ? 3 : 2)
                   ACT_PARAMETERS,                       // quantised copy, where VALUE_DIM is a multiple of 32
                   long long page_bytes, int n_seqs, int n_blocks, int page_tokens, int n_head, int n_head_kv, int q_stride,
                   int window, int gated, int skip_tokens, float scale) {
-    extern __shared__ __align__(16) char shared[];
-    __shared__ const char* key_rows[2][KEYS];
-    __shared__ const char* value_rows[2][KEYS];
-    element_t* k_tile = (element_t*)shared;
-    element_t* v_tile = k_tile + KEYS * K_STRIDE;
-    element_t* q_tile = Q_IN_REGISTERS ? k_tile : v_tile + KEYS * V_STRIDE;  // in registers: staged where K and V come
+    extern __shared__ __align__(16) element_t shared[];
+    __shared__ Rows rows[2];
+    element_t* q_tile = Q_IN_REGISTERS ? shared : shared + 2 * STAGE;  // in registers: staged where K and V come
 
     Tile tile;
     int group = n_head / n_head_kv, kv_head = blockIdx.y;
@@ -166,88 +203,92 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_DIM <= 128 ? 3 : 2)
     if (!find_tile(query_start, n_seqs, group, gridDim.x - 1 - blockIdx.x, tile) || tile.n_rows <= skip_tokens * group) return;
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     KvView kv{kv_base, page_bytes, pages, n_blocks, page_tokens, n_head_kv, KEY_DIM * 2, VALUE_DIM * 2};
-    for (int i = threadIdx.x; i < ROWS * KEY_DIM; i += THREADS) {
-        int row = tile.first + i / KEY_DIM, column = i % KEY_DIM;
-        float value = 0.0f;
-        if (row < tile.n_rows)
-            value = q[((long long)(tile.token + row / group) * n_head + kv_head * group + row % group) * q_stride + column] *
-                    (scale * 1.4426950408889634f);
-        store_element((char*)(q_tile + (i / KEY_DIM) * K_STRIDE), column, value);
-    }
-    int my_row[2], position[2];
+    load_queries(q_tile, q, tile, group, n_head, kv_head * group, q_stride, scale * 1.4426950408889634f);
+    int my_row[WARP_TILES][2], position[WARP_TILES][2];
+    float o[WARP_TILES][VALUE_DIM / 8][4], maximum[WARP_TILES][2], sum[WARP_TILES][2];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        my_row[r] = tile.first + warp * 16 + (lane >> 2) + r * 8;
-        position[r] = my_row[r] < tile.n_rows ? positions[tile.token + my_row[r] / group] : -1;
+    for (int m = 0; m < WARP_TILES; m++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            int row = tile.first + warp * WARP_ROWS + m * 16 + (lane >> 2) + r * 8;
+            my_row[m][r] = row;
+            position[m][r] = row < tile.n_rows ? positions[tile.token + row / group] : -1;
+            maximum[m][r] = NEGATIVE_INFINITY, sum[m][r] = 0.0f;
+        }
+#pragma unroll
+        for (int n = 0; n < VALUE_DIM / 8; n++) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0.0f;
     }
     int last_row = min(tile.first + ROWS, tile.n_rows) - 1;
     int low = positions[tile.token + tile.first / group], high = positions[tile.token + last_row / group];
-    int end = high + 1, begin = window > 0 ? max(0, low - window + 1) / 64 * 64 : 0;
-    unsigned q_parts[KEY_DIM / 16][4];
-    if (Q_IN_REGISTERS) {
-        __syncthreads();
-#pragma unroll
-        for (int k = 0; k < KEY_DIM / 16; k++)
-            load_matrices(q_parts[k], (const __half*)(q_tile + (warp * 16 + (lane & 15)) * K_STRIDE + k * 16 + (lane >> 4) * 8));
-    }
-    float o[VALUE_DIM / 8][4], maximum[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, sum[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int n = 0; n < VALUE_DIM / 8; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.0f;
-
-    int first_visible = window > 0 ? max(0, low - window + 1) : 0;
-    find_rows(key_rows[0], value_rows[0], kv, tile.seq, kv_head, begin, first_visible, end);
+    int end = high + 1, first_visible = window > 0 ? max(0, low - window + 1) : 0, begin = first_visible / 64 * 64;
+    u32 q_parts[KEY_DIM / 16][4];
+    find_rows(rows[0], kv, tile.seq, kv_head, begin, first_visible, end);
+    find_rows(rows[1], kv, tile.seq, kv_head, begin + KEYS, first_visible, end);
     __syncthreads();
-    fetch<KEY_DIM, K_STRIDE>(k_tile, key_rows[0]);
+    if (Q_IN_REGISTERS) {
+#pragma unroll
+        for (int k = 0; k < KEY_DIM / 16; k++) query_matrix(q_parts[k], q_tile, 0, k);
+        __syncthreads();
+    }
+    fetch<KEY_DIM, K_STRIDE>(shared, rows[0].keys);
+    fetch<VALUE_DIM, V_STRIDE>(shared + KEYS * K_STRIDE, rows[0].values);
+    commit_copies();
     int stage = 0;
     for (int key = begin; key < end; key += KEYS, stage ^= 1) {
-        fetch<VALUE_DIM, V_STRIDE>(v_tile, value_rows[stage]);
-        find_rows(key_rows[stage ^ 1], value_rows[stage ^ 1], kv, tile.seq, kv_head, key + KEYS, first_visible, end);
-        wait_copies<1>();
-        __syncthreads();
-        float s[KEYS / 8][4], shrink[2];
+        wait_copies<0>();
+        __syncthreads();  // this stage has come, and the other is free
+        const element_t *k_tile = shared + stage * STAGE, *v_tile = k_tile + KEYS * K_STRIDE;
+        if (key + KEYS < end) {
+            element_t* next = shared + (stage ^ 1) * STAGE;
+            fetch<KEY_DIM, K_STRIDE>(next, rows[stage ^ 1].keys);
+            fetch<VALUE_DIM, V_STRIDE>(next + KEYS * K_STRIDE, rows[stage ^ 1].values);
+            commit_copies();
+            find_rows(rows[stage], kv, tile.seq, kv_head, key + 2 * KEYS, first_visible, end);
+        }
+        float s[WARP_TILES][KEYS / 8][4];
         scores(s, q_parts, q_tile, k_tile);
-        __syncthreads();
-        fetch<KEY_DIM, K_STRIDE>(k_tile, key_rows[stage ^ 1]);
         bool mask = key + KEYS > low + 1 || (window > 0 && high - key >= window) || last_row - tile.first < ROWS - 1;
-        softmax(s, position, key, window, mask, maximum, sum, shrink);
 #pragma unroll
-        for (int n = 0; n < VALUE_DIM / 8; n++) {
-            o[n][0] *= shrink[0], o[n][1] *= shrink[0];
-            o[n][2] *= shrink[1], o[n][3] *= shrink[1];
-        }
-        wait_copies<1>();
-        __syncthreads();
-        gather(o, s, v_tile);
-        __syncthreads();
-    }
-    wait_copies<0>();
+        for (int m = 0; m < WARP_TILES; m++) {
+            float shrink[2];
+            softmax(s[m], position[m], key, window, mask, maximum[m], sum[m], shrink);
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        float total = sum[r];
-        total += __shfl_xor_sync(FULL_WARP, total, 1);
-        total += __shfl_xor_sync(FULL_WARP, total, 2);
-        if (my_row[r] >= tile.n_rows) continue;
-        int head = kv_head * group + my_row[r] % group;
-        long long token = tile.token + my_row[r] / group;
-        float factor = 1.0f / total;
-        if (sinks) {
-            float sink = sinks[head] * 1.4426950408889634f, top = fmaxf(maximum[r], sink);
-            float lower = exp2f(maximum[r] - top);
-            factor = lower / (total * lower + exp2f(sink - top));
-        }
-        const float* gate = q + (token * n_head + head) * q_stride + KEY_DIM;
-        float* to = out + (token * n_head + head) * VALUE_DIM;
-#pragma unroll
-        for (int n = 0; n < VALUE_DIM / 8; n++) {
-            int column = n * 8 + (lane & 3) * 2;
-            float2 v = make_float2(o[n][r * 2] * factor, o[n][r * 2 + 1] * factor);
-            if (gated) {
-                v.x *= sigmoid(gate[column]);
-                v.y *= sigmoid(gate[column + 1]);
+            for (int n = 0; n < VALUE_DIM / 8; n++) {
+                o[m][n][0] *= shrink[0], o[m][n][1] *= shrink[0];
+                o[m][n][2] *= shrink[1], o[m][n][3] *= shrink[1];
             }
-            *(float2*)(to + column) = v;
         }
+        gather(o, s, v_tile);
     }
+#pragma unroll
+    for (int m = 0; m < WARP_TILES; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float total = sum[m][r];
+            total += __shfl_xor_sync(FULL_WARP, total, 1);
+            total += __shfl_xor_sync(FULL_WARP, total, 2);
+            if (my_row[m][r] >= tile.n_rows) continue;
+            int head = kv_head * group + my_row[m][r] % group;
+            long long token = tile.token + my_row[m][r] / group;
+            float factor = 1.0f / total;
+            if (sinks) {
+                float sink = sinks[head] * 1.4426950408889634f, top = fmaxf(maximum[m][r], sink);
+                float lower = exp2f(maximum[m][r] - top);
+                factor = lower / (total * lower + exp2f(sink - top));
+            }
+            const float* gate = q + (token * n_head + head) * q_stride + KEY_DIM;
+            float* to = out + (token * n_head + head) * VALUE_DIM;
+#pragma unroll
+            for (int n = 0; n < VALUE_DIM / 8; n++) {
+                int column = n * 8 + (lane & 3) * 2;
+                float2 v = make_float2(o[m][n][r * 2] * factor, o[m][n][r * 2 + 1] * factor);
+                if (gated) {
+                    v.x *= sigmoid(gate[column]);
+                    v.y *= sigmoid(gate[column + 1]);
+                }
+                *(float2*)(to + column) = v;
+            }
+        }
     if (!act_values) return;
     __syncthreads();
     int width = n_head * VALUE_DIM;

@@ -35,7 +35,7 @@ DECODE = [
     )
 ]  # fmt: skip
 PREFILL = [
-    attention.prefill_kernel(*shape)
+    attention.prefill_kernel(*shape, attention.prefill_tile(*shape[:2]))
     for shape in ((128, 128, "f16"), (256, 256, "f16"), (64, 64, "bf16"), (192, 128, "f16"), (96, 80, "f16"))
 ]
 RECURRENT = [

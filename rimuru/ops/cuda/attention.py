@@ -11,12 +11,15 @@ from rimuru.base.units import align_up, ceil_div
 from rimuru.memory.specs import KvGroupLayout
 from rimuru.ops.base import Act, Array, KvLayer, Step
 from rimuru.ops.cuda.launch import Kernel
-from rimuru.ops.cuda.pointwise import ACT_SIGNATURE, act_arguments, quantise
+from rimuru.ops.cuda.pointwise import ACT_SIGNATURE, act_arguments, blocks_wanted, quantise
 
 ELEMENT_IDS = {"f16": 0, "bf16": 1, "f32": 2}
 NORM_IDS = {"none": 0, "head": 1, "vector": 2}
 MAX_SPLITS = 32
 """Splits of a context at most (cuda_src/attention/paged_decode.cu)."""
+
+DECODE_UNIT_KEYS = 256
+"""Keys of the smallest split of a context."""
 
 TARGET_BLOCKS = 264
 """Blocks that a decode launch aims at: two on each multiprocessor of the largest cards."""
@@ -25,7 +28,6 @@ _DECODE_VECTOR_BYTES = 64 * 1024
 """Shared memory for the vectors of a decode block's warps, at most."""
 
 _APPEND_WARPS = 4
-_PREFILL_ROWS = 64
 
 
 def group_heads(n_head: int, group: KvGroupLayout) -> int:
@@ -98,7 +100,7 @@ def decode_kernel(key_dim: int, value_dim: int, heads: int, element: str, values
         warps, min_blocks = (4, 3) if max(key_dim, value_dim) <= 128 and heads <= 8 else (8, 1)
         if warps * heads * value_dim * 4 > _DECODE_VECTOR_BYTES:
             warps = 4
-        defines |= {"WARPS": warps, "MIN_BLOCKS": min_blocks}
+        defines |= {"WARPS": warps, "MIN_BLOCKS": min_blocks, "UNIT": DECODE_UNIT_KEYS}
         kernel = Kernel("attention/paged_decode.cu", "paged_decode", _DECODE_SIGNATURE, defines)
         return DecodeKernel(kernel, 32 * warps, 4 * warps * heads * value_dim)
     row_bytes = (key_dim + value_dim) * size
@@ -109,15 +111,40 @@ def decode_kernel(key_dim: int, value_dim: int, heads: int, element: str, values
     return DecodeKernel(kernel, 256 if value_dim > 256 else 128, 2 * tile * stored)
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillTile:
+    """How the prefill kernel cuts its work: keys of a block, 16-row tiles of a warp, blocks on a multiprocessor."""
+
+    n_keys: int
+    warp_tiles: int
+    min_blocks: int
+
+    @property
+    def n_rows(self) -> int:
+        return 4 * 16 * self.warp_tiles
+
+
+def prefill_tile(key_dim: int, value_dim: int) -> PrefillTile:
+    """The tile for these head dims."""
+    return PrefillTile(32, 1, 2) if max(key_dim, value_dim) > 128 else PrefillTile(32, 1, 3)
+
+
 @cache
-def prefill_kernel(key_dim: int, value_dim: int, element: str) -> Kernel:
+def prefill_kernel(key_dim: int, value_dim: int, element: str, tile: PrefillTile) -> Kernel:
     return Kernel(
         "attention/paged_prefill.cu",
         "paged_prefill",
         "q: f32*, positions: i32*, query_start: i32*, kv_base: *, pages: i32*, sinks: f32*, out: f32*,"
         f"{ACT_SIGNATURE}, page_bytes: i64, n_seqs: i32, n_blocks: i32, page_tokens: i32, n_head: i32, n_head_kv: i32,"
         "q_stride: i32, window: i32, gated: i32, skip_tokens: i32, scale: f32",
-        {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "ELEMENT": ELEMENT_IDS[element]},
+        {
+            "KEY_DIM": key_dim,
+            "VALUE_DIM": value_dim,
+            "ELEMENT": ELEMENT_IDS[element],
+            "KEYS": tile.n_keys,
+            "WARP_TILES": tile.warp_tiles,
+            "MIN_BLOCKS": tile.min_blocks,
+        },
     )
 
 
@@ -188,6 +215,8 @@ class Attention:
 
     def __init__(self, deterministic: bool) -> None:
         self.deterministic = deterministic
+        self.tile: PrefillTile | None = None
+        """Overrides `prefill_tile`; for measurements."""
         self._partials: Any = None
         self._outgrown: list[Any] = []
         self._arrivals: Any = None
@@ -218,11 +247,12 @@ class Attention:
         group = kv.group
         check_layout(group, kv.page_bytes, kv.layer_offset_bytes)
         value_dim = out.f32.shape[1] // n_head
-        act = act_arguments(out) if value_dim % 32 == 0 else (None, None, None)
+        n_tokens, n_seqs = step.host.n_tokens, step.host.n_seqs
+        wanted = blocks_wanted(out, n_tokens)
+        act = act_arguments(out) if wanted and value_dim % 32 == 0 else (None, None, None)
         pages = step.kv_pages[kv.group_index]
         where = (kv.pool_base + kv.layer_offset_bytes, pages, sinks)
         shape = (pages.shape[1], group.page_tokens, n_head, group.n_head_kv, q_stride, window or 0, gated)
-        n_tokens, n_seqs = step.host.n_tokens, step.host.n_seqs
         tiled = not self.deterministic and has_prefill_kernel(
             group.key_dim, value_dim, group.element, group.value_dim == 0
         )
@@ -231,15 +261,16 @@ class Attention:
         else:
             if bool((step.host.query_start[1:] - step.host.query_start[:-1] == 1).any()):
                 self._decode(q, step, where, shape, group, value_dim, kv.page_bytes, n_seqs, True, scale, act, out)
-            n_tiles = n_tokens * (n_head // group.n_head_kv) // _PREFILL_ROWS + n_seqs
-            shared = _prefill_shared_bytes(group.key_dim, value_dim)
-            prefill_kernel(group.key_dim, value_dim, group.element)(
+            tile = self.tile or prefill_tile(group.key_dim, value_dim)
+            n_tiles = n_tokens * (n_head // group.n_head_kv) // tile.n_rows + n_seqs
+            shared = _prefill_shared_bytes(group.key_dim, value_dim, tile)
+            prefill_kernel(group.key_dim, value_dim, group.element, tile)(
                 (n_tiles, group.n_head_kv),
                 (128,),
                 (q, step.positions, step.query_start, *where, out.f32, *act, kv.page_bytes, n_seqs, *shape, 1, scale),
                 shared_bytes=shared,
             )
-        if act[0] is None:
+        if wanted and act[0] is None:
             quantise(out, n_tokens)
 
     def _decode(
@@ -275,9 +306,9 @@ class Attention:
         )  # fmt: skip
 
 
-def _prefill_shared_bytes(key_dim: int, value_dim: int) -> int:
-    """A tile of K and one of V, rows padded by 8 elements, and the queries where they do not fit in registers."""
-    keys = 32 if max(key_dim, value_dim) > 128 else 64
-    tiles = keys * (key_dim + 8 + value_dim + 8) * 2
-    queries = _PREFILL_ROWS * (key_dim + 8) * 2
-    return max(tiles, queries) if key_dim <= 128 else tiles + queries
+def _prefill_shared_bytes(key_dim: int, value_dim: int, tile: PrefillTile) -> int:
+    """Two stages of K and V, rows padded by 8 elements, and the queries where they do not fit in registers."""
+    stages = 2 * tile.n_keys * (key_dim + 8 + value_dim + 8) * 2
+    queries = tile.n_rows * (key_dim + 8) * 2
+    in_registers = key_dim <= 128 and tile.warp_tiles == 1
+    return max(stages, queries) if in_registers else stages + queries

@@ -7,6 +7,7 @@ from typing import Any
 from rimuru.base.units import align_up, ceil_div
 from rimuru.ops.base import Act, Array
 from rimuru.ops.cuda.launch import Kernel
+from rimuru.ops.cuda.matmul import MAX_GEMV_TOKENS
 
 ACTIVATION_IDS = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "swiglu_oai": 3, "identity": 4}
 """Numbers of the activations in kernels (cuda_src/common/math.cuh)."""
@@ -56,6 +57,14 @@ def act_arguments(act: Act) -> tuple[Any, Any, Any]:
     return act.quant.values, act.quant.scales, act.quant.sums
 
 
+def blocks_wanted(act: Act, n_tokens: int) -> bool:
+    """Whether the 8-bit form of an activation that only matrices read (no experts) is worth making.
+
+    Beyond the integer kernels' batch sizes matrices read halves, which `linear` makes itself.
+    """
+    return act.quant is not None and (n_tokens <= MAX_GEMV_TOKENS or act.quant.halves is None)
+
+
 def row_threads(width: int) -> int:
     """Threads of a block that reduces one row. Depends on the width only, so that the order of sums does too."""
     return min(1024, max(32, align_up(ceil_div(width, 4), 32)))
@@ -74,8 +83,8 @@ def add_norm(x: Array, delta: Array, weight: Array, eps: float, scale: float) ->
 def gated_norm(x: Array, gate: Array, weight: Array, eps: float, n_groups: int, gate_first: bool, out: Act) -> None:
     n_tokens, width = x.shape
     part = width // n_groups
-    fused = part % 32 == 0
-    act = act_arguments(out) if fused else (None, None, None)
+    fused, wanted = part % 32 == 0, blocks_wanted(out, n_tokens)
+    act = act_arguments(out) if fused and wanted else (None, None, None)
     shared_weight = weight.size == part
     n_parts = n_tokens * n_groups
     args = (x, gate, weight, out.f32, *act, width, n_groups, shared_weight, gate_first, eps, n_parts)
@@ -83,24 +92,26 @@ def gated_norm(x: Array, gate: Array, weight: Array, eps: float, n_groups: int, 
         _gated_norm_narrow((ceil_div(n_parts, _NARROW_WARPS),), (32 * _NARROW_WARPS,), args)
     else:
         _gated_norm((n_parts,), (row_threads(part),), args)
-    if not fused:
+    if wanted and not fused:
         quantise(out, n_tokens)
 
 
 def glu(gate: Array | None, up: Array, activation: str, out: Act) -> None:
     n_tokens, width = up.shape
+    # An identity only brings values into an activation, which experts may read.
+    wanted = activation == "identity" or blocks_wanted(out, n_tokens)
+    act = act_arguments(out) if wanted else (None, None, None)
     _glu(
         (n_tokens, ceil_div(width, _GLU_COLUMNS)),
         (256,),
-        (gate, up, out.f32, *act_arguments(out), width, _GLU_COLUMNS, ACTIVATION_IDS[activation]),
+        (gate, up, out.f32, *act, width, _GLU_COLUMNS, ACTIVATION_IDS[activation]),
     )
 
 
 def multiply(a: Array, b: Array, out: Act) -> None:
     n_tokens, width = a.shape
-    _multiply(
-        (n_tokens, ceil_div(width, _GLU_COLUMNS)), (256,), (a, b, out.f32, *act_arguments(out), width, _GLU_COLUMNS)
-    )
+    act = act_arguments(out) if blocks_wanted(out, n_tokens) else (None, None, None)
+    _multiply((n_tokens, ceil_div(width, _GLU_COLUMNS)), (256,), (a, b, out.f32, *act, width, _GLU_COLUMNS))
 
 
 def quantise(act: Act, n_tokens: int) -> None:
