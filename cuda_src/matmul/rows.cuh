@@ -11,10 +11,9 @@
 #include "common/warp.cuh"
 #include "quants/all.cuh"
 
-// Words of packed weights that a lane holds in flight; more hides more latency and costs registers, which the sums of
-// many tokens need too.
+// Words of packed weights that a lane holds in flight: more hides more latency, and costs registers and so warps.
 #ifndef STAGE_WORDS
-#define STAGE_WORDS (TOKEN_TILE > 2 ? 32 : 64)
+#define STAGE_WORDS 32
 #endif
 
 // Blocks that a multiprocessor must be able to hold: bounds the registers of a thread.

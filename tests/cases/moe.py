@@ -179,6 +179,8 @@ _SMALL = MoeSpec(8, 2, 256, renormalise=True)
 
 def _edge_cases() -> list[Case]:
     cases = [experts_case(f"q4_k_m T={n}", _Q4_K_M, _SMALL, 512, n) for n in (1, 2, 3, 8, 9, 20, 40, 300)]
+    # More than 1024 assignments: the sort takes several blocks.
+    cases.append(experts_case("q8_0 T=700", dict.fromkeys(_Q4_K_M, "q8_0"), MoeSpec(9, 2, 32), 64, 700))
     narrow = MoeSpec(12, 3, 96)
     for name in ("f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "mxfp4"):
         for n in (1, 5, 60):

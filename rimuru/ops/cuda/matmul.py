@@ -1,8 +1,9 @@
 """Launchers of products with packed matrices, and the forms of activations that they read (cuda_src/matmul).
 
 Few tokens: 8-bit activations and integer dot products, weights read once per 8 tokens. The order of a row's sums
-depends on its width only, so results do not depend on the batch. More: halves with one scale a row, on tensor cores, up
-to MAX_STRIP_TOKENS with weights decoded in registers, beyond with weights decoded into shared memory.
+depends on its width only, so results do not depend on the batch. More: halves with one scale a row, on tensor cores;
+for some tens of tokens with weights decoded in registers, for many with weights decoded into shared memory. Where one
+way gives way to the next was measured on an H200 (tools/LOG.md).
 An activation without halves (`act(deterministic=True)`) always takes the first way.
 """
 
@@ -25,11 +26,8 @@ ACT_BLOCK = 32
 TOKEN_TILE = 8
 """Most tokens that the integer kernels handle for one reading of the weights."""
 
-MAX_GEMV_TOKENS = 4
-"""Beyond this many tokens tensor cores are faster."""
-
-MAX_STRIP_TOKENS = 64
-"""Beyond this many tokens decoding into shared memory, once for many tokens, is faster."""
+MAX_GEMV_TOKENS = 8
+"""Up to this many tokens integer dot products are used; beyond, tensor cores."""
 
 MIN_F32_TILE_TOKENS = 1024
 """From this many tokens on float32 matrices are multiplied in tiles."""
@@ -132,9 +130,7 @@ def check_width(fmt: QuantFormat, n_in: int) -> None:
 
 def row_lanes(n_in: int, format_name: str = "") -> int:
     """Lanes that share a row. Depends on width and type only, so that the order of sums does too."""
-    if format_name == "f32":
-        return 32  # routers: few rows
-    return 8 if n_in <= 1024 else 16 if n_in <= 2048 else 32
+    return 8 if n_in <= 1024 and format_name != "f32" else 32  # float32: routers, with few rows
 
 
 def format_defines(formats: Sequence[str]) -> dict[str, int | str]:
@@ -163,18 +159,28 @@ def gemm_kernel(formats: tuple[str, ...], tile_n: int, tile_m: int) -> Kernel:
 
 
 @cache
-def strip_kernel(formats: tuple[str, ...], tokens: int) -> Kernel:
-    defines = format_defines(formats) | strip_defines(tokens, *LINEAR_STRIP)
+def strip_kernel(formats: tuple[str, ...], tokens: int, warps_n: int, warps_k: int) -> Kernel:
+    defines = format_defines(formats) | strip_defines(tokens, warps_n, warps_k)
     return Kernel("matmul/gemm_strip.cu", "gemm_strip", f"x: f16*, x_scales: f32*, {_MATRIX}, {_FINISH}", defines)
 
 
-LINEAR_STRIP = (2, 4)
-"""Warps over rows and over K of a block of `gemm_strip`: a single matrix has few rows to fill the device with."""
+def linear_strip(n_rows: int) -> tuple[int, int]:
+    """Warps over rows and over K of a block of `gemm_strip`: few rows fill the device only if K is split."""
+    return (4, 4) if n_rows >= 4096 else (1, 8)
 
 
 def strip_defines(tokens: int, warps_n: int, warps_k: int) -> dict[str, int | str]:
     """-D options of the strip kernels (cuda_src/matmul/strip.cuh)."""
-    return {"STRIP_TOKENS": tokens, "WARPS_N": warps_n, "WARPS_K": warps_k, "CHUNK_PIECES": strip_chunk(tokens)}
+    chunk = strip_chunk(tokens)
+    # Steps in flight: two, where the sums leave registers for it and a chunk is a whole number of rounds.
+    depth = 2 if (warps_k > 1 and chunk // 4 % (2 * warps_k) == 0) or tokens == 16 else 1
+    return {
+        "STRIP_TOKENS": tokens,
+        "WARPS_N": warps_n,
+        "WARPS_K": warps_k,
+        "CHUNK_PIECES": chunk,
+        "STRIP_DEPTH": depth,
+    }
 
 
 def strip_chunk(tokens: int) -> int:
@@ -199,8 +205,13 @@ def tile_shared_bytes(tile_n: int, tile_m: int) -> int:
 
 
 def gemm_tile(n_tokens: int, n_rows: int) -> tuple[int, int]:
-    """(rows, tokens) of a tile: large ones where they fill the device."""
-    return (128, 64) if ceil_div(n_rows, 128) * ceil_div(n_tokens, 128) < 200 else (128, 128)
+    """(rows, tokens) of a tile: large ones where there are two for each of about 130 multiprocessors."""
+    return (128, 128) if ceil_div(n_rows, 128) * ceil_div(n_tokens, 128) >= 260 else (128, 64)
+
+
+def takes_strips(n_tokens: int, n_rows: int) -> bool:
+    """Whether tiles of 128 x 64 would leave most of the device idle."""
+    return n_tokens <= 32 or ceil_div(n_rows, 128) * ceil_div(n_tokens, 64) < 64
 
 
 def linear(
@@ -226,7 +237,7 @@ def linear(
     for group in _launch_groups(others):
         if not on_tensor_cores:
             _launch_gemv(x, group, finish)
-        elif n_tokens <= MAX_STRIP_TOKENS:
+        elif takes_strips(n_tokens, sum(w.n_out for w, _, _ in group)):
             _launch_strip(x, group, finish)
         else:
             _launch_gemm(x, group, finish)
@@ -272,7 +283,7 @@ def _matrix_arguments(group: list[Job], rows_per_block: int) -> tuple[tuple[str,
 def _launch_gemv(x: Act, group: list[Job], finish: tuple[Any, ...]) -> None:
     width, n_tokens = finish[-2], finish[-1]
     lanes, tile = row_lanes(width, group[0][0].format.name), token_tile(n_tokens)
-    rows = gemv_rows(sum(w.n_out for w, _, _ in group))
+    rows = gemv_rows(sum(w.n_out for w, _, _ in group), n_tokens)
     formats, matrices, n_blocks = _matrix_arguments(group, _GEMV_WARPS * (32 // lanes) * rows)
     quant = (None, None, None) if x.quant is None else (x.quant.values, x.quant.scales, x.quant.sums)
     if quant[0] is None and not all(w.format.is_float for w, _, _ in group):
@@ -281,16 +292,17 @@ def _launch_gemv(x: Act, group: list[Job], finish: tuple[Any, ...]) -> None:
     kernel((n_blocks, ceil_div(n_tokens, tile)), (_GEMV_WARPS * 32,), (x.f32, *quant, *matrices, *finish))
 
 
-def gemv_rows(n_rows: int) -> int:
+def gemv_rows(n_rows: int, n_tokens: int) -> int:
     """Rows that a lane works on at once: two reuse the activations; one gives few rows more warps."""
-    return 2 if n_rows > 1024 else 1
+    return 2 if n_rows > 1024 or n_tokens > 64 else 1
 
 
 def _launch_strip(x: Act, group: list[Job], finish: tuple[Any, ...]) -> None:
     n_tokens = finish[-1]
-    tokens, (warps_n, warps_k) = strip_tokens(n_tokens), LINEAR_STRIP
+    tokens = strip_tokens(n_tokens)
+    warps_n, warps_k = linear_strip(sum(w.n_out for w, _, _ in group))
     formats, matrices, n_blocks = _matrix_arguments(group, 16 * warps_n)
-    strip_kernel(formats, tokens)(
+    strip_kernel(formats, tokens, warps_n, warps_k)(
         (n_blocks, ceil_div(n_tokens, tokens)),
         (32 * warps_n * warps_k,),
         (x.quant.halves, x.quant.half_scales, *matrices, *finish),

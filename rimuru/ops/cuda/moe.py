@@ -2,9 +2,9 @@
 
 Nothing here waits for the device: grids are sized for the worst case of the routing; blocks without work end at once.
 
-Two tokens at most, or always where `deterministic` is asked for: integer dot products on 8-bit activations. More:
-tensor cores, for few assignments an expert with weights decoded in registers, for many with weights decoded into
-shared memory. One (token, slot) pair is an assignment, a = token * top_k + slot.
+Few assignments an expert, or always where `deterministic` is asked for: integer dot products on 8-bit activations.
+More: tensor cores, up to some tens with weights decoded in registers, beyond with weights decoded into shared memory.
+One (token, slot) pair is an assignment, a = token * top_k + slot.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rimuru.ops.base import Act, Array, ExpertTable, MoeScratch
 from rimuru.ops.cuda.launch import Kernel
 from rimuru.ops.cuda.matmul import (
     ACT_BLOCK,
+    MAX_GEMV_TOKENS,
     TILE_THREADS,
     row_lanes,
     scale_halves,
@@ -34,11 +35,14 @@ from rimuru.ops.cuda.matmul import (
 from rimuru.ops.cuda.pointwise import ACTIVATION_IDS
 
 MAX_EXPERTS = 1024
-UNSORTED_TOKENS = 2
+UNSORTED_TOKENS = 4
 """Up to this many tokens every assignment is an item by itself: few experts are met twice, and no sort is needed."""
 
-MAX_STRIP_LOAD = 24
-"""Up to this many assignments an expert on average, weights are decoded in registers."""
+MAX_DOT_LOAD = 1.2
+"""Up to this many assignments an expert on average, integer dot products are used."""
+
+MAX_STRIP_LOAD = 32
+"""Up to this many, tensor cores with weights decoded in registers. (Both measured on an H200: tools/LOG.md.)"""
 
 STRIP_WARPS = 8
 """Warps of a block of the strip kernels, 16 weight rows each."""
@@ -127,7 +131,12 @@ def moe_scratch_bytes(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: 
 def _has_halves(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: bool) -> bool:
     """Whether the tensor-core kernels are used for batches of up to max_tokens."""
     whole_blocks = n_in % ACT_BLOCK == 0 and spec.width % ACT_BLOCK == 0
-    return whole_blocks and not deterministic and max_tokens > UNSORTED_TOKENS
+    return whole_blocks and not deterministic and on_tensor_cores(max_tokens, max_tokens * spec.top_k / spec.n_experts)
+
+
+def on_tensor_cores(n_tokens: int, load: float) -> bool:
+    """Whether a batch with `load` assignments an expert on average goes to the tensor cores."""
+    return n_tokens > MAX_GEMV_TOKENS and load > MAX_DOT_LOAD
 
 
 @cache
@@ -211,8 +220,8 @@ class Shape:
 def item_shape(load: float) -> Shape:
     """The tensor-core kernel for an average number of assignments an expert."""
     if load <= MAX_STRIP_LOAD:
-        return Shape("strip", 16 * STRIP_WARPS, 8 if load <= 4 else 16 if load <= 10 else 32)
-    return Shape("tile", 128, 64 if load <= 96 else 128)
+        return Shape("strip", 16 * STRIP_WARPS, 8 if load <= 5 else 16 if load <= 10 else 32)
+    return Shape("tile", 128, 64 if load <= 80 else 128)
 
 
 @cache
@@ -303,7 +312,7 @@ def moe_experts(
     n_experts, buffers = table.layout.n_experts, scratch.private
     load = n_tokens * top_k / n_experts
     with_halves = buffers.halves is not None and x.quant is not None and x.quant.halves is not None
-    shape = item_shape(load) if with_halves and n_tokens > UNSORTED_TOKENS else None
+    shape = item_shape(load) if with_halves and on_tensor_cores(n_tokens, load) else None
     tile = shape.tokens if shape is not None else dot_tile(n_tokens, load)
     items, n_items, order, max_items = None, None, None, ids.size
     if tile > 1:
