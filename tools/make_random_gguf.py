@@ -15,6 +15,7 @@ import json
 import sys
 import zlib
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from rimuru.arch.quant_mix import quantisations
 from rimuru.arch.registry import runnable_architectures
 from rimuru.arch.shape_data import ModelShape
 from rimuru.arch.shapes import describe
+from rimuru.formats.gguf import TensorInfo
 from rimuru.formats.quants import ENGINE_FORMATS, QuantFormat
 from rimuru.formats.quants_encode import quantize
 from rimuru.formats.writer import KeyValue, write_gguf
@@ -55,7 +57,7 @@ def write_random_model(
     texts, types, merges = _vocabulary()
     n_vocab = len(texts) if tokenizer else int(keys.pop("n_vocab", 160))
     shape = _shape(arch, n_vocab, {key.replace("__", "."): value for key, value in keys.items()})
-    gguf, _ = describe(shape, "f32" if quant == "mixed" else quant, f"random {arch}")
+    gguf, config = describe(shape, "f32" if quant == "mixed" else quant, f"random {arch}")
     kv: list[KeyValue] = [("general.architecture", "str", arch), ("general.name", "str", f"random {arch}")]
     kv += [_key_value(key, value) for key, value in shape.metadata().items()]
     if tokenizer:
@@ -63,30 +65,107 @@ def write_random_model(
     else:
         kv.append(("tokenizer.ggml.model", "str", "none"))
     tensors = []
-    for info in gguf.tensors.values():
+    for info in _with_both_factors(dict(gguf.tensors)):
         fmt = _mixed_format(info.name, info.shape, info.format) if quant == "mixed" else info.format
         values = _values(info.name, info.shape, seed)
+        if info.name == "token_embd.weight":
+            values /= np.float32(config.embedding_scale)
         tensors.append((info.name, info.shape, fmt, quantize(values, fmt).reshape(-1)))
     write_gguf(path, kv, tensors)
     return Path(path)
 
 
+_BASE: dict[str, Any] = {
+    "block_count": 4, "context_length": 2048, "embedding_length": 256, "feed_forward_length": 512,
+    "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 64,
+    "attention.value_length": 64, "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e6,
+}  # fmt: skip
+"""A model of a few MB: rows of 256, which every type's blocks divide."""
+_EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 256}
+_EXPERTS_AS_FFN = _EXPERTS | {"feed_forward_length": 256}
+"""Where experts are feed_forward_length wide."""
+_SIGMOID = {"expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5}
+_SHARED = {"expert_shared_count": 1, "leading_dense_block_count": 1}
+_GROUPS = {"expert_group_count": 4, "expert_group_used_count": 2}
+_DELTA = {
+    "ssm.conv_kernel": 4, "ssm.state_size": 64, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 256,
+    "rope.dimension_count": 32, "rope.dimension_sections": [6, 5, 5, 0],
+}  # fmt: skip
+_MAMBA2 = {
+    "ssm.conv_kernel": 4, "ssm.state_size": 32, "ssm.group_count": 2, "ssm.time_step_rank": 8, "ssm.inner_size": 512,
+}  # fmt: skip
+_MAMBA1 = {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.time_step_rank": 32, "ssm.inner_size": 512}
+_ONE_ATTENTION = {"attention.head_count_kv": [0, 0, 2, 0]}
+_SCALES = {"embedding_scale": 1.5, "residual_scale": 0.5, "attention.scale": 0.2, "logit_scale": 2.0}
+_NEMOTRON = _MAMBA2 | _ONE_ATTENTION | {"attention.layer_norm_epsilon": 1e-5, "feed_forward_length": [0, 512, 0, 512]}
+_LFM2 = {"attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3}
+_LATENT = {
+    "attention.head_count_kv": 1, "attention.key_length": 160, "attention.value_length": 128,
+    "attention.kv_lora_rank": 128, "attention.q_lora_rank": 128, "attention.key_length_mla": 96,
+    "attention.value_length_mla": 64, "rope.dimension_count": 32, "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 256, "rope.scaling.yarn_log_multiplier": 0.1,
+}  # fmt: skip
+_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 256}
+_LONGROPE = {"rope.scaling.original_context_length": 1024, "rope.scaling.attn_factor": 1.2}
+
+KEYS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen2moe": _EXPERTS | {"expert_shared_feed_forward_length": 256},
+    "qwen3moe": _EXPERTS,
+    "olmoe": _EXPERTS_AS_FFN | {"attention.head_count_kv": 4},
+    "qwen3next": _EXPERTS | _DELTA | {"expert_shared_feed_forward_length": 256},
+    "qwen35": _DELTA,
+    "qwen35moe": _EXPERTS | _DELTA | {"expert_shared_feed_forward_length": 256},
+    "granitemoe": _EXPERTS_AS_FFN | _SCALES | {"expert_shared_feed_forward_length": 256},
+    "granitehybrid": _EXPERTS_AS_FFN | _SCALES | _MAMBA2 | _ONE_ATTENTION | {"rope.scaling.finetuned": False},
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": _NEMOTRON | _EXPERTS | _SIGMOID | {"expert_shared_feed_forward_length": 256},
+    "jamba": _EXPERTS_AS_FFN | _MAMBA1 | _ONE_ATTENTION,
+    "deepseek2": _LATENT | _EXPERTS | _SIGMOID | _SHARED | _GROUPS,
+    "gpt-oss": _EXPERTS | _YARN | {"attention.sliding_window": 32},
+    "glm4moe": _EXPERTS | _SIGMOID | _SHARED | {"rope.dimension_count": 32},
+    "lfm2": _LFM2,
+    "lfm2moe": _LFM2 | _EXPERTS | {"leading_dense_block_count": 1, "expert_gating_func": 2},
+    "bailingmoe2": _EXPERTS | _SIGMOID | _SHARED | _GROUPS | {"rope.dimension_count": 32},
+    "minimax-m2": _EXPERTS_AS_FFN | {"expert_gating_func": 2, "rope.dimension_count": 32},
+    "hunyuan-moe": _EXPERTS_AS_FFN | {"expert_shared_feed_forward_length": 256},
+    "dots1": _EXPERTS | _SIGMOID | _SHARED | {"attention.head_count_kv": 4},
+    "ernie4_5-moe": _EXPERTS | {"leading_dense_block_count": 1, "interleave_moe_layer_step": 2}
+    | {"expert_shared_feed_forward_length": 256},
+    "gemma3": {"attention.sliding_window": 32, "attention.sliding_window_pattern": 2, "rope.scaling.factor": 8.0},
+    "phi3": _LONGROPE,
+}  # fmt: skip
+"""What the metadata of an architecture has beside or in place of _BASE."""
+
+_QKV_BIAS = tuple(f"blk.*.attn_{part}.bias" for part in "qkv")
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "qwen2": _QKV_BIAS,
+    "jamba": ("blk.1.ffn_gate_inp.weight", "blk.3.ffn_gate_inp.weight"),
+    "deepseek2": tuple(f"blk.{i}.exp_probs_b.bias" for i in (1, 2, 3)),
+    "glm4moe": (*_QKV_BIAS, "blk.*.attn_q_norm.weight", "blk.*.attn_k_norm.weight"),
+    "bailingmoe2": tuple(f"blk.{i}.exp_probs_b.bias" for i in (1, 2, 3)),
+    "ernie4_5-moe": ("blk.1.exp_probs_b.bias",),
+    "phi3": ("rope_factors_long.weight", "rope_factors_short.weight"),
+}
+"""Tensors that files of an architecture may have, and these do; `*` stands for the block number."""
+_TIED = ("gemma3", "lfm2", "lfm2moe", "granitehybrid")
+
+
 def _shape(arch: str, n_vocab: int, changes: dict[str, Any]) -> ModelShape:
-    """A model of a few MB: rows of 256, which every type's blocks divide."""
-    keys: dict[str, Any] = {
-        "block_count": 4, "context_length": 2048, "embedding_length": 256, "feed_forward_length": 512,
-        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 64,
-        "attention.value_length": 64, "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e6,
-    }  # fmt: skip
-    experts = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 256}
-    if arch in ("qwen2moe", "qwen3moe", "olmoe"):
-        keys |= experts
-    if arch == "qwen2moe":
-        keys["expert_shared_feed_forward_length"] = 256
-    if arch == "olmoe":  # its experts are feed_forward_length wide, and every head has its own keys
-        keys |= {"feed_forward_length": 256, "attention.head_count_kv": 4}
-    keys = {key: value for key, value in (keys | changes).items() if value is not None}
-    return ModelShape(arch, n_vocab, keys)
+    keys = {key: value for key, value in (_BASE | KEYS[arch] | changes).items() if value is not None}
+    return ModelShape(arch, n_vocab, keys, arch in _TIED, OPTIONAL.get(arch, ()))
+
+
+def _with_both_factors(tensors: dict[str, TensorInfo]) -> list[TensorInfo]:
+    """The tensors, with the rope factors of the other context length: which are used depends on the context."""
+    found = list(tensors.values())
+    pair = ("rope_factors_long.weight", "rope_factors_short.weight")
+    for name, other in (pair, pair[::-1]):
+        if name in tensors and other not in tensors:
+            found.append(replace(tensors[name], name=other))
+    return found
 
 
 def _key_value(key: str, value: Any) -> KeyValue:
@@ -100,8 +179,16 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """Random values, numpy order; each tensor has its own stream, so one tensor does not depend on the others."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = rng.standard_normal(shape[::-1], dtype=np.float32)
-    if name.endswith("_norm.weight"):
+    if name.endswith(("_norm.weight", "ssm_d")):
         return 1 + 0.1 * values
+    if name.startswith("rope_factors"):
+        return 1 + np.abs(values)
+    if name.endswith("ssm_a"):  # decay rates: states fade over a few to a few hundred tokens
+        return -np.exp(values)
+    if name.endswith("ssm_dt.bias"):
+        return 0.5 * values - 2
+    if name.endswith("attn_sinks.weight"):
+        return values
     if name.endswith(".bias"):
         return 0.1 * values
     # The embedding's rows are not scaled: a residual stream of size one, as after training.
