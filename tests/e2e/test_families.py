@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from naive.model import naive_logits
+
 from rimuru import LLM
 from rimuru.arch.registry import runnable_architectures
 from rimuru.formats.gguf import open_gguf
