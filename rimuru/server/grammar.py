@@ -134,7 +134,7 @@ def _lark(thinking: ReasoningState, rules: str) -> str:
     optional = "" if thinking.begun else "?"
     return (
         f"start: reasoning{optional} answer\n"
-        f"reasoning: {begin}thoughts /\\s*/\n"
+        f"reasoning: {begin}thoughts /\\n{{0,2}}/\n"
         f"thoughts[lazy]: /(?s:.*){END_THINK.replace('/', chr(92) + '/')}/\n{rules}\n"
     )
 
