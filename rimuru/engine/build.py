@@ -14,7 +14,7 @@ from rimuru.arch.registry import read_config, require_runnable
 from rimuru.arch.spec import ModelConfig, MoeSpec
 from rimuru.arch.tensors import check_tensors, expert_tensors
 from rimuru.base.errors import BadInputError, FileFormatError, NotEnoughMemoryError
-from rimuru.base.units import human_bytes
+from rimuru.base.units import ceil_div, human_bytes
 from rimuru.config import EngineConfig, parse_share
 from rimuru.engine.engine import Engine
 from rimuru.engine.resize import resize_pool
@@ -26,6 +26,7 @@ from rimuru.engine.resolve import (
     kv_element,
     longest_request,
     pool_limit_bytes,
+    ram_bytes,
     request_bytes,
     resolve,
     wanted_pool_bytes,
@@ -34,6 +35,7 @@ from rimuru.engine.room import CompactingRoom, ElasticPolicy, ExpertRoom
 from rimuru.engine.runner import Runner
 from rimuru.engine.sampler import Sampler
 from rimuru.engine.scheduler import Scheduler
+from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.source import ExpertSource, GgufExpertSource, open_source
 from rimuru.experts.store import HostExpertStore, even_quotas, spread_experts
 from rimuru.formats.expert_blob import is_blob_folder
@@ -69,7 +71,7 @@ class LoadedModel:
     engine: Engine
     pool: PagePool
     pool_memory: PoolMemory
-    store: HostExpertStore | None
+    store: HostExpertStore | DeviceExpertStore | None
     room: CompactingRoom
     source: ExpertSource | None
     tokenizer: Tokenizer | None
@@ -160,7 +162,7 @@ def _load(gguf: GgufFile, source: ExpertSource | None, config: EngineConfig, pro
         raise FileFormatError("the blob was written with another layout by another version; run `rimuru convert` again")
     dense_bytes = dense_tensor_bytes(gguf, model)
     resolved = resolve(config, model, device, device_bytes, dense_bytes)
-    ops = backends.create(device, resolved.threads)
+    ops = backends.create(device, resolved.threads, config.deterministic)
     return _Builder(gguf, source, config, model, layout, resolved, ops, progress, dense_bytes).build()
 
 
@@ -189,7 +191,7 @@ class _Builder:
         self.layout, self.resolved, self.ops, self.progress = layout, resolved, ops, progress
         self.expected_dense_bytes = dense_bytes
         self._done = 0
-        self.store: HostExpertStore | None = None
+        self.store: HostExpertStore | DeviceExpertStore | None = None
 
     def build(self) -> LoadedModel:
         resolved, ops = self.resolved, self.ops
@@ -211,11 +213,12 @@ class _Builder:
             self.model_config, self.gguf, ops, self.reader, self.workspace, layout, self.memory.base,
             reader_stand_in if layout.expert is not None else None, resolved.n_positions,
         )  # fmt: skip
-        model = Model(context, resolved.max_sequences)
+        most_rows = ops.padded_sequences(resolved.max_sequences)
+        model = Model(context, most_rows)
         biases = self._expert_biases()
         self.workspace.allocate()
         dense_bytes = self.reader.n_bytes
-        scratch_bytes = self.workspace.n_bytes + model.logit_bytes
+        scratch_bytes = self.workspace.n_bytes + model.logit_bytes + self._reserve_step(most_rows)
         context_length = self._size_pool(dense_bytes, scratch_bytes)
         cache = SequenceCache(self.pool, layout, prefix_cache=self.config.prefix_cache)
         room = CompactingRoom(cache, self.pool, layout)
@@ -228,7 +231,7 @@ class _Builder:
         tokenizer = Tokenizer.from_kv(self.gguf.kv, str(self.gguf.path))
         scheduler = Scheduler(cache, room, resolved.max_step_tokens, resolved.max_sequences)
         engine = Engine(
-            scheduler, cache, self.pool, layout, Runner(model, ops), Sampler(ops, resolved.max_sequences),
+            scheduler, cache, self.pool, layout, Runner(model, ops), Sampler(ops, most_rows),
             context_length, self.model_config.n_vocab,
             frozenset(tokenizer.eog_ids) if tokenizer is not None else frozenset(), self.config.seed, self.store,
         )  # fmt: skip
@@ -237,6 +240,14 @@ class _Builder:
             self.source, tokenizer, None if tokenizer is None else ChatTemplate(tokenizer), dense_bytes, scratch_bytes,
             self._least_pool_bytes(),
         )  # fmt: skip
+
+    def _reserve_step(self, most_rows: int) -> int:
+        """What the backend needs for the tables of the largest step; its bytes."""
+        layout, n_tokens = self.layout, self.resolved.n_positions
+        groups = () if layout.kv is None else layout.kv.groups
+        blocks = sum(ceil_div(n_tokens, group.page_tokens) for group in groups)
+        columns = sum(len(part.layers) for part in (layout.ssm, layout.conv) if part is not None)
+        return self.ops.reserve(self.resolved.max_step_tokens, most_rows, blocks * most_rows, columns)
 
     def _advance(self, n_bytes: int) -> None:
         self._done += n_bytes
@@ -265,7 +276,9 @@ class _Builder:
         top_k = max(
             (layer.ffn.top_k for layer in self.model_config.layers if isinstance(layer.ffn, MoeSpec)), default=0
         )
-        self.n_buffers = 0 if layout.expert is None else buffer_experts(layout.expert, top_k, left)
+        self.n_buffers = 0
+        if layout.expert is not None and resolved.device == "cpu":  # a GPU reads every expert where it lies
+            self.n_buffers = buffer_experts(layout.expert, top_k, left)
         self.quotas = self._quotas()
         if not resolved.memory_is_given:
             left = min(left, wanted_pool_bytes(layout, resolved.n_positions, resolved.max_sequences, self.n_buffers))
@@ -318,11 +331,17 @@ class _Builder:
         if self.source is None:
             self.source = GgufExpertSource(self.gguf, layout)
         quotas = self.quotas
-        view = ExpertView(self.pool)
-        self.store = HostExpertStore(
-            layout, self.pool, view, self.source, self.ops.copier(), biases, self.n_buffers, quotas,
-            room.may_grow, self.config.fill_on_read, min(self.resolved.threads, 8), self.config.residency,
-        )  # fmt: skip
+        view, copier, n_threads = ExpertView(self.pool), self.ops.copier(), min(self.resolved.threads, 8)
+        if self.resolved.device == "cuda":
+            self.store = DeviceExpertStore(
+                layout, self.pool, view, self.source, self.ops, copier, biases, quotas, room.may_grow,
+                ram_bytes(self.config), n_threads, self.config.residency,
+            )  # fmt: skip
+        else:
+            self.store = HostExpertStore(
+                layout, self.pool, view, self.source, copier, biases, self.n_buffers, quotas,
+                room.may_grow, self.config.fill_on_read, n_threads, self.config.residency,
+            )  # fmt: skip
         room.store = self.store
         total = sum(layer.n_experts * layer.useful_bytes for layer in layout.layers)
         done = 0
@@ -344,7 +363,7 @@ class _Builder:
 class _LateStore:
     """Stands in for the store while layers are built: the store needs the pool, whose size needs the layers."""
 
-    store: HostExpertStore | None = None
+    store: HostExpertStore | DeviceExpertStore | None = None
 
     def waves(self, layer_slot: int, ids: Array) -> Any:
         assert self.store is not None

@@ -17,6 +17,7 @@ from rimuru.engine.assemble import assemble
 from rimuru.engine.runner import Runner
 from rimuru.engine.sampler import Sampler
 from rimuru.engine.scheduler import Scheduler
+from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.store import HostExpertStore
 from rimuru.memory.cache import SequenceCache
 from rimuru.memory.page_pool import PagePool
@@ -50,7 +51,7 @@ class Engine:
         n_vocab: int,
         eog_ids: frozenset[int],
         seed: int,
-        store: HostExpertStore | None = None,
+        store: HostExpertStore | DeviceExpertStore | None = None,
     ) -> None:
         self.scheduler, self.cache, self.pool, self.layout = scheduler, cache, pool, layout
         self.runner, self.sampler = runner, sampler

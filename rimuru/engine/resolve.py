@@ -172,6 +172,11 @@ def check_context(asked: int | None, longest: int, memory_bytes: int, file_conte
     return asked if asked is not None else longest
 
 
+def ram_bytes(config: EngineConfig) -> int:
+    """Host memory that experts outside the device may take: --ram, or most of what is free."""
+    return int(psutil.virtual_memory().available * AUTO_RAM_SHARE) if config.ram is None else int(config.ram)
+
+
 def pool_limit_bytes(memory_bytes: int, memory_is_given: bool) -> int:
     """What the pool may grow to by resizing: twice a budget that was given, within what the machine has."""
     limit = 2 * memory_bytes if memory_is_given else memory_bytes

@@ -59,6 +59,8 @@ class Sampler:
 
         They are taken first, because constraints and penalties may change the logits in place.
         """
+        if not sequences:
+            return np.empty(0, np.int32)
         wanting = [(row, s) for row, s in enumerate(sequences) if s.params.want_logprobs or s.params.logprobs]
         rows = {row: self.ops.download(logits[row : row + 1])[0].copy() for row, _ in wanting}
         self._constrain(logits, sequences)

@@ -18,7 +18,8 @@ import numpy as np
 
 from rimuru.base.errors import AuditError
 from rimuru.experts.host_arena import HostArena
-from rimuru.experts.residency import Residency
+from rimuru.experts.residency import ResidencyPolicy
+from rimuru.experts.residents import ResidentSet
 from rimuru.experts.source import ExpertSource
 from rimuru.experts.store import StoreCounters
 from rimuru.forward.context import Wave
@@ -32,8 +33,11 @@ N_STAGING = 16
 """Experts that are on their way from the file to the device at once."""
 
 
-class DeviceExpertStore:
-    """Experts of a model whose pool is device memory. `quotas` and `may_grow` as in HostExpertStore."""
+class DeviceExpertStore(ResidentSet):
+    """Experts of a model whose pool is device memory; quotas and may_grow as ResidentSet says.
+
+    ram_bytes: host memory that the experts outside the pool may take.
+    """
 
     def __init__(
         self,
@@ -48,15 +52,15 @@ class DeviceExpertStore:
         may_grow: Callable[[int], bool],
         ram_bytes: int,
         n_threads: int,
+        residency: ResidencyPolicy = "auto",
     ) -> None:
-        self.layout, self.pool, self.view, self.source = layout, pool, view, source
-        self.ops, self.copier = ops, copier
-        self.quotas, self.may_grow, self.n_threads = quotas, may_grow, n_threads
-        self.residency = Residency(layout)
+        super().__init__(layout, pool, view, quotas, may_grow, False, residency)
+        self.source, self.ops, self.copier, self.n_threads = source, ops, copier, n_threads
         self.counters = StoreCounters()
         self.rates = StepRates()
         self.arena = HostArena(copier.alloc_host, ram_bytes)
         self._host: dict[tuple[int, int], np.ndarray] = {}
+        self._coming: dict[tuple[int, int], tuple[np.ndarray, object]] = {}
         self._mirror = ops.upload(view.table.values)
         self._tables = []
         for slot, layer in enumerate(layout.layers):
@@ -91,7 +95,7 @@ class DeviceExpertStore:
             else:
                 self._copy_in(staging.buffers[number][: self._expert_bytes(slot)], pages)
                 staging.on_its_way(number)
-                self._settle(slot, expert, pages)
+                self.settle(slot, expert, pages)
             progress(self.layout.layers[slot].useful_bytes)
 
         with ThreadPoolExecutor(self.n_threads, thread_name_prefix="rimuru-read") as executor:
@@ -116,12 +120,11 @@ class DeviceExpertStore:
 
     def _pages_for(self, slot: int, left: list[int] | None) -> np.ndarray | None:
         """Pool pages for one more resident of a layer, where quota (`left`) or free pages allow one."""
-        n_pages = self.layout.layers[slot].n_pages
         if left is not None and left[slot] <= 0:
             return None
-        if left is None and not self.may_grow(n_pages):
+        if left is None and not self.may_grow(self.layout.layers[slot].n_pages):
             return None
-        pages = self.pool.allocate_expert(n_pages)
+        pages = self.begin(slot)
         if pages is not None and left is not None:
             left[slot] -= 1
         return pages
@@ -132,11 +135,6 @@ class DeviceExpertStore:
         for first, last in _runs(addresses, page_bytes):
             self.copier.copy_in(int(addresses[first]), data[first * page_bytes : last * page_bytes])
 
-    def _settle(self, slot: int, expert: int, pages: np.ndarray) -> None:
-        self.pool.allocator.set_owners("expert", pages, self.view.row(slot, expert))
-        self.view.place(slot, expert, pages)
-        self.residency.resident[slot, expert] = True
-
     def _place_in_host(self, slot: int, expert: int) -> np.ndarray | None:
         """From now on the expert is read from its host slot; gives the pool pages it had."""
         base = self._host[slot, expert].ctypes.data
@@ -146,49 +144,60 @@ class DeviceExpertStore:
 
     # ---- moving
     def shrink(self, n_experts: int) -> list[tuple[int, int]]:
-        """Give up the coldest residents; (slot, expert) of those that left. Only between steps."""
+        """See ResidentSet.shrink: their bytes go to host memory first."""
         victims = self.residency.coldest(n_experts)
         page_bytes = self.layout.page_bytes
         for slot, expert in victims:
             pages = self.view.pages(slot, expert)
-            assert pages is not None
-            data = self._host[slot, expert] = self.arena.take(len(pages) * page_bytes)
-            for i, address in enumerate(self.pool.addresses("expert", pages).tolist()):
-                self.copier.copy_out(data[i * page_bytes : (i + 1) * page_bytes], address)
+            assert pages is not None, "only a resident can be taken out"
+            data = self._host[slot, expert] = self.arena.take(self._expert_bytes(slot))
+            for first, last in _runs(addresses := self.pool.addresses("expert", pages), page_bytes):
+                self.copier.copy_out(data[first * page_bytes : last * page_bytes], int(addresses[first]))
         self.copier.wait()
         for slot, expert in victims:
-            pages = self._place_in_host(slot, expert)
-            assert pages is not None
-            self.pool.free("expert", pages)
+            self.pool.free("expert", self.take_out(slot, expert))
         return victims
 
-    def expand(self, n_experts: int) -> list[tuple[int, int]]:
-        """Bring the hottest non-residents into free pages; (slot, expert) of those that came. Only between steps."""
-        coming = []
-        for slot, expert in self.residency.hottest_absent(n_experts):
-            pages = self.pool.allocate_expert(int(self.residency.n_pages[slot]))
-            if pages is None:
-                break
-            self._copy_in(self._host[slot, expert], pages)
-            coming.append((slot, expert, pages))
-        self.copier.wait()
-        for slot, expert, pages in coming:
-            self._settle(slot, expert, pages)
-            self.arena.give_back(self._host.pop((slot, expert)))
-        return [(slot, expert) for slot, expert, _ in coming]
+    def take_out(self, slot: int, expert: int) -> np.ndarray:
+        """Read the expert from its host slot from now on; returns its pages, still allocated."""
+        pages = self._place_in_host(slot, expert)
+        assert pages is not None, "only a resident can be taken out"
+        return pages
+
+    def loading(self) -> set[tuple[int, int]]:
+        return set(self._coming)
+
+    def start_read(self, slot: int, expert: int, pages: np.ndarray) -> None:
+        """Queue the copy from the host slot; the table changes when it has happened (begin_step)."""
+        self._copy_in(self._host[slot, expert], pages)
+        self._coming[slot, expert] = pages, self.copier.record()
+        self.counters.n_read += 1
+        self.counters.read_bytes += self.layout.layers[slot].useful_bytes
 
     def finish_reads(self) -> None:
-        """Every copy has been waited for when `expand` returns."""
+        """See ResidentSet.finish_reads."""
+        if self._coming:
+            self.copier.wait()
+        for place in list(self._coming):
+            self._arrive(*place)
+
+    def _arrive(self, slot: int, expert: int) -> None:
+        pages, _ = self._coming.pop((slot, expert))
+        self.settle(slot, expert, pages)
+        self.arena.give_back(self._host.pop((slot, expert)))
 
     # ---- state
     def begin_step(self) -> None:
-        """A new step starts: what changed in the table goes to the device."""
-        self.residency.begin_step()
+        """A new step starts: experts that have arrived become resident, and the table goes to the device."""
+        self.residency.begin_step(1)
+        for place in [place for place, (_, marker) in self._coming.items() if self.copier.done(marker)]:
+            self._arrive(*place)
         if self.view.publish(None):
             self.ops.assign(self._mirror, self.view.table.values)
 
     def close(self) -> None:
-        """Nothing runs in the background."""
+        """Nothing may be writing to host memory that is about to go."""
+        self.copier.wait()
 
     def audit(self) -> None:
         """Raise unless every expert is in exactly one place."""

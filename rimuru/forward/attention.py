@@ -30,6 +30,8 @@ class Attention:
         for name, width in zip(("q", "k", "v"), self.widths, strict=True):
             self.workspace.need_array(name, width)
         self.workspace.need_act("mixed", self.out_width)
+        most = self.workspace.max_tokens
+        self.workspace.n_bytes += build.ops.reserve_attention(spec.n_head, self.kv.group, spec.value_dim, most)
 
     def _projections(self, prefix: str, build: BuildContext) -> tuple[list[Weight], list[Array | None]]:
         """attn_q, attn_k, attn_v: three tensors, or row ranges of one attn_qkv (all q, all k, all v rows)."""

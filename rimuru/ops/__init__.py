@@ -38,7 +38,7 @@ def _probe_cuda() -> tuple[str | None, int]:
     return why_not, 0 if why_not is not None else device.free_bytes()
 
 
-def create(name: str, threads: int | None = None) -> Ops:
+def create(name: str, threads: int | None = None, deterministic: bool = False) -> Ops:
     """The backend "cpu", "cuda" or "reference". Only the chosen one is imported. threads: cores of "cpu" (None = all).
 
     Raises BadInputError for another name; creating "cuda" raises whatever says why the device cannot be used.
@@ -50,7 +50,7 @@ def create(name: str, threads: int | None = None) -> Ops:
     if name == "cuda":
         from rimuru.ops.cuda import CudaOps
 
-        return CudaOps()
+        return CudaOps(deterministic)
     if name in ("reference", "cpu"):  # without Numba's compiler the CPU computes in NumPy
         from rimuru.ops.reference import ReferenceOps
 

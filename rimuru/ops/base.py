@@ -203,6 +203,9 @@ class Ops(Protocol):
         kv_table_entries = KV groups x sequences x blocks; state_columns = SSM and conv columns of a sequence.
         """
 
+    def reserve_attention(self, n_head: int, group: KvGroupLayout, value_dim: int, max_queries: int) -> int:
+        """Make the scratch that attention of this shape needs for up to max_queries queries; its new bytes."""
+
     def synchronize(self) -> None:
         """Wait until all queued work is done."""
 

@@ -16,7 +16,7 @@ from rimuru.ops.base import Act, Array, MoeScratch, Step, Weight
 from rimuru.ops.cuda import attention, embed, loader, matmul, moe, pointwise, pool, recurrent
 from rimuru.ops.cuda.copier import CudaCopier
 from rimuru.ops.cuda.device import DeviceInfo, StagedBytes
-from rimuru.ops.cuda.graphs import DecodeGraphs
+from rimuru.ops.cuda.graphs import DecodeGraphs, bucket_of
 from rimuru.ops.cuda.launch import Kernel
 from rimuru.ops.cuda.sampling import KERNELS as SAMPLING_KERNELS
 from rimuru.ops.cuda.sampling import Sampler
@@ -45,6 +45,7 @@ class CudaOps:
         self._staged = StagedBytes()
         self._uploader = Uploader(self.info.host_pointers)
         self.attention = attention.Attention(deterministic)
+        self._attention_bytes = 0
         self.sample = Sampler()
         self.graphs = DecodeGraphs(self.stage, self.stream)
         self._enter()
@@ -66,6 +67,10 @@ class CudaOps:
     def download(self, array: Array) -> np.ndarray:
         self._enter()
         return cupy.asnumpy(array, stream=self.stream)
+
+    def assign(self, target: Array, host: np.ndarray) -> None:
+        self._enter()
+        target.set(np.ascontiguousarray(host), stream=self.stream)
 
     def weight(self, raw: np.ndarray, fmt: QuantFormat, n_in: int) -> Weight:
         matmul.check_width(fmt, n_in)
@@ -103,6 +108,19 @@ class CudaOps:
         ]
         return Step(batch, *views)
 
+    def run_decode(self, batch: Batch, forward: Callable[[Step], Array]) -> Array:
+        """See Ops.run_decode: padded to its bucket, and from the third time on one graph launch."""
+        self._enter()
+        return self.graphs.run(batch, forward)
+
+    def padded_sequences(self, n_seqs: int) -> int:
+        return bucket_of(n_seqs)
+
+    def reserve(self, max_tokens: int, max_seqs: int, kv_table_entries: int, state_columns: int) -> int:
+        self.reserve_step(max_tokens, max_seqs, kv_table_entries, state_columns)
+        self.sample.reserve(max_seqs)
+        return self._staged.n_bytes
+
     def synchronize(self) -> None:
         self.stream.synchronize()
 
@@ -114,11 +132,12 @@ class CudaOps:
         self._staged.reserve(4 * n_ints + 1024)
 
     def reserve_attention(self, n_head: int, group: KvGroupLayout, value_dim: int, max_queries: int) -> int:
-        """Split scratch of the decode kernel for one kind of layer; returns its bytes, for the ledger."""
+        """Split scratch of the decode kernel, which all layers share; returns the bytes it grew by."""
         self._enter()
-        n_floats = attention.workspace_floats(n_head, group, value_dim, max_queries)
-        self.attention.reserve(n_floats)
-        return 4 * n_floats
+        n_bytes = 4 * attention.workspace_floats(n_head, group, value_dim, max_queries)
+        self.attention.reserve(n_bytes // 4)
+        before, self._attention_bytes = self._attention_bytes, max(self._attention_bytes, n_bytes)
+        return self._attention_bytes - before
 
     def compile(self, kernels: Iterable[Kernel], progress: Callable[[int, int], None] | None = None) -> None:
         """Compile kernels in parallel (from CuPy's disk cache where it has them)."""

@@ -14,6 +14,7 @@ import numpy as np
 from rimuru.arch.spec import MoeSpec
 from rimuru.batch import Batch
 from rimuru.formats.quants import QuantFormat
+from rimuru.memory.specs import KvGroupLayout
 from rimuru.ops.base import Act, Array, MoeScratch, Step, Weight
 from rimuru.ops.host import HostCopier, HostPool
 from rimuru.ops.reference import attention, matmul, moe, pointwise, recurrent, sampling
@@ -77,6 +78,9 @@ class ReferenceOps:
         return n_seqs
 
     def reserve(self, max_tokens: int, max_seqs: int, kv_table_entries: int, state_columns: int) -> int:
+        return 0
+
+    def reserve_attention(self, n_head: int, group: KvGroupLayout, value_dim: int, max_queries: int) -> int:
         return 0
 
     def synchronize(self) -> None:
