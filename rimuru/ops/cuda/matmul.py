@@ -55,6 +55,10 @@ _gemm_f32 = Kernel(
 )
 
 
+COMMON_KERNELS = (_quantize, _scale_halves, _gemm_f32)
+"""Kernels that do not depend on a tensor type."""
+
+
 @dataclass(slots=True)
 class ActQuant:
     """What the matrix kernels read of an activation beside its float32 values (layout: cuda_src/common/types.cuh)."""

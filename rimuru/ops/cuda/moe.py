@@ -79,6 +79,10 @@ _combine = Kernel(
 )
 
 
+COMMON_KERNELS = (_sort, _sort_count, _sort_scan, _sort_place, _combine)
+"""Kernels that do not depend on a tensor type or a number of experts."""
+
+
 @dataclass(slots=True)
 class ExpertBuffers:
     """What the expert kernels keep between their launches; A = assignments."""

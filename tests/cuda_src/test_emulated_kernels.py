@@ -1,0 +1,98 @@
+"""Launchers and kernels of matmul and moe on the host: the cases of the device, one of each kind of kernel."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import emulate
+from cases import matmul as matmul_cases
+from cases import moe as moe_cases
+from cases.common import Case
+
+from rimuru.arch.spec import MoeSpec
+from rimuru.ops.base import ExpertTable
+from rimuru.ops.cuda.launch import Kernel
+
+pytestmark = pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine")
+
+LINEAR = (
+    "q, k, v of three types T=1", "q, k, v of three types T=17", "q4_k 300x512 T=130", "q5_0 3x288 T=8",
+    "f32 and q8_0 T=20", "f32 router 70x80 T=1030", "q4_k constant 1e5 T=1",
+)  # fmt: skip
+EXPERTS = ("q4_k_m T=1", "q4_k_m T=8", "three types T=7", "mxfp4 T=60", "biases T=64", "no gate T=64", "q8_0 T=700")
+ROUTES = ("ties", "E01 renormalised", "sigmoid in groups", "selected", "512 experts, the last ones win")
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulate.Emulator:
+    return emulate.Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(emulator: emulate.Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def call(kernel: Kernel, grid: Any, block: Any, args: Any, shared_bytes: int = 0, stream: Any = None) -> None:
+        emulator.launch(kernel, grid, block, args)
+
+    monkeypatch.setitem(sys.modules, "cupy", emulate.fake_cupy())
+    monkeypatch.setattr(Kernel, "__call__", call)
+    yield
+
+
+def pick(cases: list[Case], family: str, names: tuple[str, ...]) -> list[Case]:
+    found = {case.name: case for case in cases}
+    return [found[f"{family} {name}"] for name in names]
+
+
+CASES = [
+    *pick(matmul_cases.EDGE_CASES, "linear", LINEAR),
+    *pick(moe_cases.EDGE_CASES, "experts", EXPERTS),
+    *pick(moe_cases.ROUTE_CASES, "route", ROUTES),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case: Case) -> None:
+    case.check(emulate.EmulatedOps())  # type: ignore[arg-type]
+
+
+def test_deterministic_results_do_not_depend_on_the_batch() -> None:
+    rng = np.random.default_rng(3)
+    ops: Any = emulate.EmulatedOps(deterministic=True)
+    fmt = matmul_cases.BY_NAME["q4_k"]
+    weight = ops.weight(matmul_cases.random_rows(rng, fmt, 40, 512), fmt, 512)
+    x = rng.standard_normal((11, 512)).astype(np.float32)
+
+    def rows(chosen: list[int]) -> np.ndarray:
+        out = np.zeros((len(chosen), 40), np.float32)
+        ops.linear(matmul_cases.filled_act(ops, x[chosen]), [weight], [out])
+        return out
+
+    whole = rows(list(range(11)))
+    for chosen in ([0], [4, 2], [10, 9, 8, 7, 6]):
+        assert np.array_equal(rows(chosen), whole[chosen])
+
+
+def test_experts_are_equal_wherever_they_lie() -> None:
+    rng = np.random.default_rng(4)
+    ops: Any = emulate.EmulatedOps()
+    spec = MoeSpec(4, 2, 64)
+    layout = moe_cases.expert_layout({"gate": "q5_0", "up": "q5_0", "down": "q8_0"}, 4, 64, 64, 4096)
+    pool, pages = moe_cases.fill_pool(rng, layout, 4096)
+    x = moe_cases.normal(rng, 3, 64)
+    ids = np.array([[0, 1], [1, 3], [2, 0]], np.int32)
+    results = []
+    for shift in (0, 4096, 3 * 4096):
+        moved = emulate.aligned(pool.size + shift, np.uint8)
+        moved[shift:] = pool
+        table = ExpertTable(layout, 4096, moved.ctypes.data + shift + pages.astype(np.int64) * 4096, {})
+        scratch = ops.moe_scratch(3, spec, 64)
+        ops.moe_experts(matmul_cases.filled_act(ops, x), ids, table, None, spec, scratch)
+        results.append(scratch.out[:6].copy())
+    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])

@@ -1,0 +1,90 @@
+"""Routing and experts on a GPU: every case, equal bits wherever an expert lies, and no dependence on the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import moe as cases
+from cases.common import Case, address_of
+from cases.matmul import filled_act
+
+from rimuru.arch.spec import MoeSpec
+from rimuru.ops.base import ExpertTable
+
+pytestmark = pytest.mark.gpu
+
+SPEC = MoeSpec(16, 4, 512)
+PAGE_BYTES = 64 * 1024
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["fast", "deterministic"])
+def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
+    from rimuru.ops.cuda import CudaOps
+
+    yield CudaOps(deterministic=request.param)
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_case(ops: Any, case: Case) -> None:
+    case.check(ops)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 3, 4, 5, 8, 9, 16, 33, 64, 65, 100, 129, 130])
+def test_every_switch_of_kernel(ops: Any, n_tokens: int) -> None:
+    formats = {"gate": "q4_k", "up": "q4_k", "down": "q6_k"}
+    cases.experts_case(f"switch T={n_tokens}", formats, MoeSpec(4, 2, 256), 256, n_tokens).check(ops)
+
+
+class Layer:
+    """One layer's experts, in device memory and again in pinned host memory."""
+
+    def __init__(self, ops: Any) -> None:
+        import cupy
+
+        self.ops = ops
+        self.layout = cases.expert_layout({"gate": "q4_k", "up": "q4_k", "down": "q6_k"}, 16, 1024, 512, PAGE_BYTES)
+        pool, pages = cases.fill_pool(np.random.default_rng(6), self.layout, PAGE_BYTES)
+        self.pool = ops.upload(pool)
+        self.memory = cupy.cuda.alloc_pinned_memory(pool.nbytes)
+        np.frombuffer(self.memory, np.uint8, pool.nbytes)[:] = pool
+        offsets = pages.astype(np.int64) * PAGE_BYTES
+        self.on_device, self.on_host = address_of(self.pool) + offsets, int(self.memory.ptr) + offsets
+
+    def run(self, addresses: np.ndarray, x: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        table = ExpertTable(self.layout, PAGE_BYTES, self.ops.upload(addresses), {})
+        scratch = self.ops.moe_scratch(len(x), SPEC, 1024)
+        self.ops.moe_experts(filled_act(self.ops, x), self.ops.upload(ids), table, None, SPEC, scratch)
+        return np.asarray(self.ops.download(scratch.out)).reshape(len(x), SPEC.top_k, -1)
+
+
+@pytest.fixture(scope="module")
+def layer(ops: Any) -> Layer:
+    return Layer(ops)
+
+
+def tokens(n: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(n)
+    ids = np.stack([rng.permutation(16)[: SPEC.top_k] for _ in range(n)]).astype(np.int32)
+    return rng.standard_normal((n, 1024)).astype(np.float32), ids
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 30, 100, 400])
+def test_placement_never_changes_a_bit(layer: Layer, n: int) -> None:
+    x, ids = tokens(n)
+    mixed = np.where(np.arange(16)[:, None] % 3 == 0, layer.on_host, layer.on_device)
+    want = layer.run(layer.on_device, x, ids)
+    assert np.array_equal(layer.run(mixed, x, ids), want)
+    assert np.array_equal(layer.run(layer.on_host, x, ids), want)
+
+
+@pytest.mark.parametrize("n", [2, 4, 30, 100])
+def test_deterministic_experts_do_not_depend_on_the_batch(layer: Layer, n: int) -> None:
+    if n > 4 and not layer.ops.deterministic:
+        pytest.skip("larger batches may use tensor cores")
+    x, ids = tokens(n)
+    whole = layer.run(layer.on_device, x, ids)
+    assert np.array_equal(layer.run(layer.on_device, x[:1], ids[:1]), whole[:1])
+    assert np.array_equal(layer.run(layer.on_device, x[::-1].copy(), ids[::-1].copy()), whole[::-1])
