@@ -148,6 +148,8 @@ class Sequence:
     max_total_tokens: int
     """Prompt and output together end here at the latest (context length)."""
     priority: int = 0
+    snapshot_at: tuple[int, ...] = ()
+    """Token counts, ascending, at which recurrent states are saved for reuse: a piece of the prompt ends there."""
     state: State = "waiting"
     n_cached: int = 0
     n_reused: int = 0
@@ -174,6 +176,14 @@ class Sequence:
 
     @property
     def n_uncached(self) -> int:
+        return len(self.tokens) - self.n_cached
+
+    @property
+    def n_runnable(self) -> int:
+        """Uncached tokens up to the next place where states are to be saved."""
+        for count in self.snapshot_at:
+            if count > self.n_cached:
+                return min(count, len(self.tokens)) - self.n_cached
         return len(self.tokens) - self.n_cached
 
     @property

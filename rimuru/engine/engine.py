@@ -27,6 +27,9 @@ from rimuru.request import SamplingParams, Sequence, TokenConstraint
 
 log = logging.getLogger(__name__)
 
+LAST_TURNS = 3
+"""Ends of turns, counted from the last, at which a prompt's states are saved."""
+
 
 @dataclass(slots=True)
 class StepReport:
@@ -93,12 +96,22 @@ class Engine:
             max_total_tokens=self.context_length,
             priority=priority,
             constraint=constraint,
+            snapshot_at=self._branch_points(token_ids),
         )
         if params.max_tokens == 0:
             sequence.state, sequence.finish_reason = "finished", "length"
         else:
             self.scheduler.add(sequence)
         return sequence
+
+    def _branch_points(self, token_ids: list[int]) -> tuple[int, ...]:
+        """Where conversations branch: after the first turn (system prompt), after the last turns, and one token before
+        the end of the prompt (a hit must leave one to run). Only for models whose states cannot be cut."""
+        if self.layout.ssm is None and self.layout.conv is None:
+            return ()
+        turns = [i + 1 for i, token_id in enumerate(token_ids) if token_id in self.eog_ids]
+        points = {*turns[:1], *turns[-LAST_TURNS:], len(token_ids) - 1}
+        return tuple(sorted(p for p in points if 0 < p < len(token_ids)))
 
     def check_prompt(self, token_ids: list[int]) -> None:
         """Raise unless the ids can be run as a prompt that gets at least one token of answer."""
@@ -182,6 +195,8 @@ class Engine:
             begin = item.sequence.n_cached
             self.cache.commit(item.sequence.seq_id, item.sequence.tokens[begin : begin + item.n_tokens])
             item.sequence.n_cached += item.n_tokens
+            if item.sequence.n_cached in item.sequence.snapshot_at:
+                self.cache.snapshot(item.sequence.seq_id)
         for sequence, token_id in zip(sampling, token_ids, strict=True):
             sequence.append(int(token_id))
             report.advanced.append(sequence)

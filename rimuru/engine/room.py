@@ -10,7 +10,15 @@ import numpy as np
 
 from rimuru.base.units import ceil_div
 from rimuru.experts.residency import Residency
-from rimuru.memory.adjuster import DecisionLog, Record, StepRates, cost_expand, paper_decision, shrink_pays
+from rimuru.memory.adjuster import (
+    DecisionLog,
+    Record,
+    StepRates,
+    cost_expand,
+    offload_target,
+    paper_decision,
+    shrink_pays,
+)
 from rimuru.memory.cache import SequenceCache
 from rimuru.memory.compaction import make_room
 from rimuru.memory.page_pool import PagePool
@@ -21,6 +29,8 @@ log = logging.getLogger(__name__)
 
 Flip = Callable[[np.ndarray, np.ndarray], None]
 ElasticPolicy = Literal["paper", "cost"]
+TARGET_STEPS = 16
+"""How often policy `cost` computes how many experts should be absent."""
 
 
 class ElasticStore(Protocol):
@@ -48,7 +58,11 @@ class CompactingRoom:
         """See engine.scheduler.Room."""
         return self._compact(seq_id, n_tokens)
 
-    def adjust(self, n_running: int) -> None:
+    def admits(self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int) -> bool:
+        """See engine.scheduler.Room. Free pages are good for nothing else."""
+        return True
+
+    def adjust(self, n_running: int, n_waiting: int, n_promised_tokens: int) -> None:
         """See engine.scheduler.Room. A fixed number of experts stays as it is."""
 
     def before_moves(self) -> None:
@@ -102,6 +116,17 @@ class ExpertRoom(CompactingRoom):
         self.decisions = DecisionLog()
         self._is_short = False
         """In this step a request wants pages that experts may not give."""
+        self.target = 0
+        """Policy `cost`: how many experts should be absent."""
+        self._surprise = 1.5
+        """Bytes that were read for absent experts, against those that their probabilities foretell."""
+        self._n_steps = 0
+        self._refused = -1
+        """The request refused last."""
+        self._pages_per_token = 0.0
+        if layout.kv is not None:
+            tokens_bytes = sum(layout.kv.page_bytes / group.page_tokens for group in layout.kv.groups)
+            self._pages_per_token = tokens_bytes / layout.expert.page_bytes
         self._kv_per_page = 1
         if layout.kv is not None and layout.kv.parent == "expert":
             self._kv_per_page = layout.expert.page_bytes // layout.kv.page_bytes
@@ -127,21 +152,88 @@ class ExpertRoom(CompactingRoom):
         if n_shrink > most or n_shrink == 0:
             self._is_short = True
             return self._compact(seq_id, n_tokens)
-        if self.policy == "cost" and not self._pays(n_shrink, n_running, is_running):
+        if self.policy == "cost" and is_running and not self._keeps_running(n_shrink, n_running):
             return self._compact(seq_id, n_tokens)
         n_shrunk = self.shrink(n_shrink, f"request {seq_id} needs {needed} pages")
         return self._compact(seq_id, n_tokens) or n_shrunk > 0
 
-    def _pays(self, n_shrink: int, n_running: int, is_running: bool) -> bool:
-        assert self.store is not None and self.layout.expert is not None
-        residency, rates = self.store.residency, self.store.rates
-        used = float(residency.use_probability(residency.coldest_indices(n_shrink)).sum())
-        more_s = used * self.expert_bytes / rates.link_bytes_per_s
-        if shrink_pays(n_running, is_running, rates.compute_s, rates.link_s, more_s, rates.hidden_share):
+    def _keeps_running(self, n_shrink: int, n_running: int) -> bool:
+        """Policy `cost`: whether n experts give way before a running request does."""
+        assert self.store is not None
+        rates = self.store.rates
+        more_s = self._link_seconds(n_shrink, n_running)
+        if shrink_pays(n_running, rates.compute_s, rates.link_s, more_s, rates.exposed_share):
+            rates.link_bytes += more_s * rates.link_bytes_per_s
             return True
-        reason = f"{n_shrink} experts would cost {more_s * 1e3:.1f} ms of every step of {n_running} requests"
-        self.decisions.add(Record(residency.step, "refuse", reason, -1, -1, 0, 0))
+        self._refuse(f"{n_shrink} experts would cost {more_s * 1e3:.1f} ms of every step of {n_running} requests")
         return False
+
+    def admits(self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int) -> bool:
+        """See engine.scheduler.Room. Policy `cost`: the request, and what the others will still take, must fit in the
+        free pages and in those of the experts that should be absent. (Were more absent than should be, free pages
+        are theirs first.)"""
+        if self.policy == "paper" or n_running == 0:
+            return True
+        assert self.store is not None and self.layout.expert is not None
+        n_absent = self.layout.expert.n_experts - self.store.residency.n_resident
+        budget = self.free_pages + self._unused_prefix_pages() + (self.target - n_absent) * self.pages_per_expert
+        wanted = self._request_pages(seq_id, n_tokens) + n_promised_tokens * self._pages_per_token
+        if wanted <= budget:
+            return True
+        if self._refused != seq_id:
+            self._refused = seq_id
+            self._refuse(f"request {seq_id} would need {wanted:.0f} pages, worth giving are {budget:.0f}")
+        return False
+
+    def _set_target(self, n_running: int, n_waiting: int, n_promised_tokens: int) -> None:
+        """Policy `cost`: how many experts should be absent, from what steps cost now."""
+        assert self.store is not None and self.layout.expert is not None
+        residency, rates, allocator = self.store.residency, self.store.rates, self.pool.allocator
+        n_absent = self.layout.expert.n_experts - residency.n_resident
+        if rates.compute_s <= 0.0 or n_running == 0:
+            self.target = n_absent
+            return
+        page_bytes = self.layout.expert.page_bytes
+        used = sum(allocator.bytes_in_use(kind) for kind in ("kv", "ssm", "conv")) / page_bytes
+        used -= min(used, self._unused_prefix_pages())
+        without = self.free_pages + used - n_absent * self.pages_per_expert
+        per_request = (used + n_promised_tokens * self._pages_per_token) / n_running
+        order = residency.coldest_first()
+        uses = residency.use_probability(order, n_running)
+        expert_s = self.expert_bytes / rates.link_bytes_per_s
+        expected_s = float(uses[~residency.resident.reshape(-1)[order]].sum()) * expert_s
+        if n_absent and expected_s > 0.0:  # the coldest are never as cold as they were measured
+            self._surprise += 0.25 * (min(8.0, max(0.5, rates.link_s / expected_s)) - self._surprise)
+        self.target = offload_target(
+            uses,
+            expert_s * self._surprise,
+            self.pages_per_expert,
+            float(without),
+            max(per_request, 1e-3),
+            float(n_running + n_waiting),
+            float(n_running),
+            used / (used + residency.n_resident * self.pages_per_expert),
+            rates.compute_s,
+            rates.exposed_share,
+        )
+
+    def _link_seconds(self, n_experts: int, n_tokens: int) -> float:
+        """What n experts fewer in the pool add to the link's load of a step."""
+        assert self.store is not None
+        residency, rates = self.store.residency, self.store.rates
+        used = float(residency.use_probability(residency.coldest_indices(n_experts), n_tokens).sum())
+        return used * self.expert_bytes / rates.link_bytes_per_s
+
+    def _request_pages(self, seq_id: int, n_tokens: int) -> float:
+        """Expert pages' worth of all that a request of so many further tokens takes."""
+        assert self.layout.expert is not None
+        needs, allocator = self.cache.pages_needed(seq_id, n_tokens), self.pool.allocator
+        n_bytes = sum(n * allocator.unit_bytes(kind) for kind, n in needs.items())
+        return n_bytes / self.layout.expert.page_bytes
+
+    def _refuse(self, reason: str) -> None:
+        assert self.store is not None
+        self.decisions.add(Record(self.store.residency.step, "refuse", reason, -1, -1, 0, 0))
 
     def pages_short(self, seq_id: int, n_tokens: int) -> int:
         """R_b: expert pages that the request needs beyond what is free; SSM pages count as whole huge pages."""
@@ -189,26 +281,27 @@ class ExpertRoom(CompactingRoom):
         return len(victims)
 
     # ---- once per step
-    def adjust(self, n_running: int) -> None:
+    def adjust(self, n_running: int, n_waiting: int, n_promised_tokens: int) -> None:
         """See engine.scheduler.Room. Nobody lacks pages: keep a small reserve, give the rest to experts."""
         assert self.store is not None
         is_short, self._is_short = self._is_short, False
+        if self.policy == "cost" and self._n_steps % TARGET_STEPS == 0:
+            self._set_target(n_running, n_waiting, n_promised_tokens)
+        self._n_steps += 1
         if is_short:
             return
-        free = self.free_pages
-        n_shrink, n_expand = paper_decision(0, free + self._unused_prefix_pages(), self.pages_per_expert)
-        if n_shrink and n_running and (self.policy == "paper" or self._pays(1, n_running, True)):
-            self.shrink(1, f"{free} pages are free")
-        elif n_expand and free > 3 * self.pages_per_expert:
+        free, k = self.free_pages, self.pages_per_expert
+        if self.policy == "paper":
+            n_shrink, _ = paper_decision(0, free + self._unused_prefix_pages(), k)
+            _, n_expand = paper_decision(0, free, k)
+            if n_shrink and n_running:
+                self.shrink(1, f"{free} pages are free")
+        else:  # no reserve: whoever needs pages gets them when that pays, and admission would live on a reserve
             rates = self.store.rates
-            if self.policy == "cost":
-                idle_s = max(0.0, rates.hidden_share * rates.compute_s - rates.link_s)
-                expert_s = self.expert_bytes / rates.link_bytes_per_s
-                n_expand = cost_expand(free, self.pages_per_expert, idle_s, expert_s)
-            else:
-                _, n_expand = paper_decision(0, free, self.pages_per_expert)
-            if n_expand:
-                self._record("expand", f"{free} pages are free", self.store.expand(n_expand))
+            idle_s = max(0.0, rates.compute_s - rates.link_s)
+            n_expand = cost_expand(free, k, idle_s, self.expert_bytes / rates.link_bytes_per_s)
+        if n_expand:
+            self._record("expand", f"{free} pages are free", self.store.expand(n_expand))
 
     def _unused_prefix_pages(self) -> int:
         """Expert pages that requests could have by giving up prefixes that nobody uses."""

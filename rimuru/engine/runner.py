@@ -24,7 +24,10 @@ class Runner:
             return self.ops.run_decode(batch, self._decode)[:n_rows]
         step = self.ops.stage(batch)
         self.model.hidden(step)
-        return self.model.logits(step, step.logit_rows, n_rows) if n_rows else None
+        if n_rows:
+            return self.model.logits(step, step.logit_rows, n_rows)
+        self.ops.synchronize()  # nobody waits for a result, but pages may move once the step is over
+        return None
 
     def _decode(self, step: Step) -> Array:
         self.model.hidden(step)

@@ -46,7 +46,11 @@ class Room(Protocol):
         n_running: requests that a longer step would slow down; is_running: this one is among them, else it is new.
         """
 
-    def adjust(self, n_running: int) -> None:
+    def admits(self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int) -> bool:
+        """Whether a waiting request of n_tokens (its likely answer included) should start beside n_running others,
+        which will likely grow by n_promised_tokens together. It may be refused only while others run."""
+
+    def adjust(self, n_running: int, n_waiting: int, n_promised_tokens: int) -> None:
         """Everything that this step needs has been asked for: use what is left. Once per step."""
 
 
@@ -56,7 +60,10 @@ class NoRoom:
     def make(self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False) -> bool:
         return False
 
-    def adjust(self, n_running: int) -> None:
+    def admits(self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int) -> bool:
+        return True
+
+    def adjust(self, n_running: int, n_waiting: int, n_promised_tokens: int) -> None:
         return None
 
 
@@ -76,6 +83,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.n_preemptions = 0
+        self.mean_output_tokens = 256.0
+        """Of answers so far, smoothed: what is expected of those to come."""
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind those of its priority and above."""
@@ -94,7 +103,7 @@ class Scheduler:
         budget = self._continue_running(plan)
         if not plan.preempted:
             self._admit(plan, budget)
-        self.room.adjust(len(self.running))
+        self.room.adjust(len(self.running), len(self.waiting), self._promised_tokens())
         return plan
 
     def _continue_running(self, plan: StepPlan) -> int:
@@ -109,7 +118,7 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.state != "running":  # gave way to an older one a moment ago
                 continue
-            n_tokens = 1 if sequence.n_uncached == 1 else min(sequence.n_uncached, prompt_budget)
+            n_tokens = 1 if sequence.n_uncached == 1 else min(sequence.n_runnable, prompt_budget)
             if n_tokens and self._reserve(sequence, n_tokens, plan):
                 plan.items.append(PlannedTokens(sequence, n_tokens, n_tokens == sequence.n_uncached))
                 used += n_tokens
@@ -150,15 +159,16 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.max_sequences:
             sequence = self.waiting[0]
             n_reused = self.cache.open(sequence.seq_id, sequence.tokens).n_cached_tokens
-            n_tokens = min(sequence.n_tokens - n_reused, budget)
+            sequence.n_cached = n_reused
+            n_tokens = min(sequence.n_runnable, budget)
             if not self._fits(sequence, n_reused) or not self.cache.extend(sequence.seq_id, n_tokens):
                 self.cache.release(sequence.seq_id)
+                sequence.n_cached = 0
                 if self.running:
                     return
                 self._fail(sequence, plan)  # it had the pool for itself
                 continue
             self.waiting.popleft()
-            sequence.n_cached = n_reused
             if sequence.n_preemptions == 0:
                 sequence.n_reused = n_reused
             sequence.state = "running"
@@ -182,6 +192,11 @@ class Scheduler:
         if self.admission == "reserve":
             n_final = min(sequence.n_prompt + sequence.params.max_tokens, sequence.max_total_tokens)
         wanted, seq_id = max(n_final, sequence.n_tokens) - n_reused, sequence.seq_id
+        n_likely = wanted
+        if self.admission == "optimistic":
+            n_likely += self._likely_growth(sequence)
+        if self.running and not self.room.admits(seq_id, n_likely, len(self.running), self._promised_tokens()):
+            return False
         if not self.cache.can_extend(seq_id, wanted) and not (
             self.room.make(seq_id, wanted, len(self.running)) and self.cache.can_extend(seq_id, wanted)
         ):
@@ -191,9 +206,23 @@ class Scheduler:
             self.cache.retract(seq_id)  # the pages stay with it; nothing has been written yet
         return True
 
+    def _likely_growth(self, sequence: Sequence) -> int:
+        """Tokens that a sequence will likely get yet."""
+        most = min(sequence.n_prompt + sequence.params.max_tokens, sequence.max_total_tokens) - sequence.n_tokens
+        mean = self.mean_output_tokens
+        return max(0, min(most, int(max(mean - sequence.n_output, mean / 4))))
+
+    def _promised_tokens(self) -> int:
+        """Tokens that the running sequences will likely need pages for."""
+        if self.admission == "reserve":
+            return 0
+        return sum(self._likely_growth(sequence) for sequence in self.running)
+
     def remove(self, sequence: Sequence, keep_prefix: bool = True) -> None:
         """Take a finished, failed or cancelled sequence out, wherever it is; its pages go back exactly once."""
         if sequence.state == "running":
+            if sequence.finish_reason is not None:
+                self.mean_output_tokens += 0.1 * (sequence.n_output - self.mean_output_tokens)
             self.running.remove(sequence)
             self.cache.release(sequence.seq_id, keep_prefix)
         elif sequence.state == "waiting" and sequence in self.waiting:
