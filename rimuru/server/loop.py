@@ -65,11 +65,19 @@ class Mailbox:
         self._events.append(event)
         self._arrived.set()
 
-    async def take(self) -> list[Event]:
-        """All events that have come, at least one."""
-        while not self._events:
+    async def take(self, timeout_s: float | None = None) -> list[Event]:
+        """All events that have come, at least one; none where none came in time.
+
+        The time-out is a wake-up, not a cancelled task: a cancellation that meets an event must never get lost.
+        """
+        if not self._events:
             self._arrived.clear()
-            await self._arrived.wait()
+            alarm = None if timeout_s is None else self.event_loop.call_later(timeout_s, self._arrived.set)
+            try:
+                await self._arrived.wait()
+            finally:
+                if alarm is not None:
+                    alarm.cancel()
         events = list(self._events)
         self._events.clear()
         return events
@@ -174,6 +182,11 @@ class EngineLoop:
     def drain(self) -> None:
         """Refuse new jobs from now on; those that have begun go on."""
         self.is_draining = True
+
+    def fail_all(self) -> None:
+        """End all jobs with ShuttingDownError; the thread goes on."""
+        self.is_draining = True
+        self._inbox.put(self._fail_jobs)
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """End all jobs and the thread. Jobs that are still there fail with ShuttingDownError."""
@@ -390,9 +403,12 @@ class EngineLoop:
             "has the details"
         )
 
-    def _shut_down(self) -> None:
+    def _fail_jobs(self) -> None:
         for job in list(self._jobs):
             self._fail(job, ShuttingDownError("the server is shutting down"))
+
+    def _shut_down(self) -> None:
+        self._fail_jobs()
         self._stopping = True
         self._deliver()
 

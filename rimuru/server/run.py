@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
@@ -23,6 +24,10 @@ from rimuru.server.settings import ServerSettings
 log = logging.getLogger(__name__)
 
 
+LAST_WORDS_S = 1.0
+"""How long clients have to take in that their requests were ended, before their connections are cut."""
+
+
 class _Uvicorn(uvicorn.Server):
     """First signal: no new requests, those that run are finished. Second: they are ended too."""
 
@@ -36,7 +41,23 @@ class _Uvicorn(uvicorn.Server):
             self._loop.drain()
             self.should_exit = True
         else:
-            self.force_exit = True
+            self.stop_now()
+
+    def stop_now(self) -> None:
+        """End all requests with an error that says why; cut off who does not read it."""
+        self.should_exit = True
+        self._loop.fail_all()
+        timer = threading.Timer(LAST_WORDS_S, self._cut)
+        timer.daemon = True
+        timer.start()
+
+    def _cut(self) -> None:
+        self.force_exit = True
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Requests whose connection is cut at the end are no errors."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 class Server:
@@ -53,6 +74,7 @@ class Server:
             timeout_keep_alive=30, h11_max_incomplete_event_size=64 << 10,
         )  # fmt: skip
         self._uvicorn = _Uvicorn(config, self.loop)
+        logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
 
     @property
     def url(self) -> str:
@@ -76,7 +98,8 @@ class Server:
         """What a signal does; from any thread."""
         self.loop.drain()
         self._uvicorn.should_exit = True
-        self._uvicorn.force_exit |= at_once
+        if at_once:
+            self._uvicorn.stop_now()
 
 
 class ServerThread:

@@ -128,12 +128,10 @@ class Reply:
         opened: set[int] = set()
         n_events = 0
         while not self.is_done:
-            try:
-                events = await asyncio.wait_for(self.job.mailbox.take(), QUIET_S)
-            except asyncio.TimeoutError:
+            events = await self.job.mailbox.take(QUIET_S)
+            if not events:
                 n_events += 1  # the headers go out with this
                 yield b": waiting\n\n"
-                continue
             for event in events:
                 n_events += 1
                 if isinstance(event, JobFailed):

@@ -242,7 +242,7 @@ function setStatus(text) { if ($("status").textContent !== text) $("status").tex
 async function refresh() {
   try {
     const response = await fetch("v1/dashboard", { headers: headers() });
-    if (!response.ok) { setStatus(await errorText(response)); return; }
+    if (!response.ok) { setStatus(await errorText(response)); return false; }
     const state = await response.json();
     $("model").textContent = `${state.model} · ${state.architecture} · ${state.device} · context ${state.context} tokens`;
     setStatus(state.draining ? "The server is shutting down." : "");
@@ -250,7 +250,8 @@ async function refresh() {
     drawPool(state);
     describePool(state);
     showChanges(state.changes);
-  } catch { setStatus("The server does not answer."); }
+    return true;
+  } catch { setStatus("The server does not answer."); return false; }
 }
 
 $("pool").addEventListener("mousemove", (event) => {
@@ -264,7 +265,7 @@ $("pool").addEventListener("mousemove", (event) => {
 window.addEventListener("resize", () => { if (shown) drawPool(shown.state); });
 
 async function poll() {
-  if (!document.hidden) await refresh();
-  setTimeout(poll, 1000);
+  const well = document.hidden || await refresh();
+  setTimeout(poll, well ? 1000 : 4000);
 }
 poll();

@@ -1,0 +1,88 @@
+"""The dashboard: its data agree with the memory report, the page asks nobody else, and it works in a real browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from typing import Any
+
+import pytest
+from server_fixtures import Running
+
+from rimuru.server.dashboard import STATIC
+
+
+def test_the_picture_agrees_with_the_report(script: Any) -> None:
+    connection = script.request_socket({"prompt": "0" * 60, "temperature": 0, "max_tokens": 400, "stream": True})
+    script.wait_until(lambda: script.http.get("/v1/dashboard").json()["running"] == 1)
+    state = script.http.get("/v1/dashboard").json()
+    connection.close()
+    pool, memory = state["pool"], state["memory"]
+    assert len(pool["cells"]) * pool["huge_per_cell"] >= pool["n_huge"] > 0
+    shares: dict[str, float] = {}
+    for cell in pool["cells"]:
+        assert sum(share for _, share in cell) <= 1.001
+        for owner, share in cell:
+            kind = re.sub(r"\d", "", owner)
+            shares[kind] = shares.get(kind, 0) + share * pool["huge_bytes"] * pool["huge_per_cell"]
+    views = {name: view["bytes"] for name, view in memory["views"].items()}
+    assert shares["e"] == pytest.approx(views["expert"], rel=0.01)
+    assert shares["buffer"] == pytest.approx(views["buffer"], rel=0.01)
+    assert shares["r"] + shares.get("prefix", 0) == pytest.approx(views["kv"], rel=0.01)
+    layers = {int(owner[1:]) for cell in pool["cells"] for owner, _ in cell if owner[0] == "e"}
+    assert layers == {0, 1}
+
+
+def test_the_page_asks_nobody_else(script: Any) -> None:
+    page = script.http.get("/")
+    assert page.headers["content-type"].startswith("text/html") and "default-src 'none'" in page.headers[
+        "content-security-policy"
+    ]  # fmt: skip
+    for name in ("dashboard.css", "dashboard.js"):
+        assert script.http.get(f"/static/{name}").status_code == 200 and f'"static/{name}"' in page.text
+    for file in STATIC.iterdir():
+        text = file.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert "//cdn" not in text and not re.search(r"https?://", text), file.name
+
+
+def test_every_control_has_a_name(script: Any) -> None:
+    page = script.http.get("/").text
+    ids = set(re.findall(r'<(?:input|textarea) id="([^"]+)"', page))
+    wrapped = set(re.findall(r'<label class="inline">[^<]*<input id="([^"]+)"', page))
+    assert ids == wrapped | set(re.findall(r'<label for="([^"]+)"', page)) and len(ids) == 4
+    assert 'lang="en"' in page and 'name="viewport"' in page
+
+
+@pytest.fixture(scope="module")
+def browser() -> Any:
+    api = pytest.importorskip("playwright.sync_api")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no Chromium is installed")
+    with api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (360, 740)])
+def test_a_chat_by_keyboard_alone(script: Running, browser: Any, width: int, height: int) -> None:
+    page = browser.new_page(viewport={"width": width, "height": height})
+    problems, foreign = [], []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("request", lambda r: None if r.url.startswith((script.url, "data:")) else foreign.append(r.url))
+    page.goto(f"{script.url}/")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")  # the link that skips to the chat
+    page.keyboard.type("hello")
+    page.keyboard.press("Enter")
+    page.locator("#messages").get_by_text("ABCDEFG").wait_for()
+    page.locator("#numbers").get_by_text("Running").wait_for()
+    page.locator("#legend").get_by_text("free").wait_for()
+    assert page.evaluate("document.querySelector('#pool').height") > 1
+    assert "script" in page.inner_text("#model") and "huge pages" in page.inner_text("#pool-size")
+    assert "percent" in page.text_content("#pool-text")
+    assert not page.evaluate("document.documentElement.scrollWidth > window.innerWidth"), "the page scrolls sideways"
+    assert (problems, foreign) == ([], [])
+    page.close()

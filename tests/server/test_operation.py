@@ -1,0 +1,201 @@
+"""The command `rimuru serve` as a process: address, signals, log lines, wrong options; what the metrics count."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rimuru.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = "a text that no log may hold"
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """main() sends the package's log to the stderr of its test; later tests must not write there."""
+    yield
+    logger = logging.getLogger("rimuru")
+    logger.handlers.clear()
+    logger.propagate = True
+
+
+class Process:
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self.process, self.log = process, log
+        self.url = ""
+
+    def wait_ready(self) -> None:
+        end = time.monotonic() + 120
+        while (found := re.search(r"ready: (http://\S+)/v1", self.log.read_text())) is None:
+            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
+            time.sleep(0.02)
+        self.url = found.group(1)
+
+
+@contextmanager
+def serving(model: Path, log: Path, *options: str) -> Iterator[Process]:
+    command = [sys.executable, "-m", "rimuru", "serve", str(model), "--port", "0", "--threads", "2", *options]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stderr=file, stdout=file, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+    try:
+        found = Process(process, log)
+        found.wait_ready()
+        yield found
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def start_stream(url: str, n_tokens: int) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    body = json.dumps({"prompt": "0", "temperature": 0, "max_tokens": n_tokens, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    connection.sendall(head + body)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    data = b""
+    try:
+        while piece := connection.recv(65536):
+            data += piece
+    except ConnectionError:
+        pass
+    return data
+
+
+def test_first_signal_drains(script_file: Path, tmp_path: Path) -> None:
+    """The answer that runs comes whole, new connections are refused, the exit is clean; the log has no text."""
+    with serving(script_file, tmp_path / "log") as server:
+        reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": SECRET, "temperature": 0, "max_tokens": 3})
+        assert reply.json()["choices"][0]["text"] == "efg"
+        connection = start_stream(server.url, 400)
+        data = connection.recv(1000)
+        server.process.send_signal(signal.SIGTERM)
+        data += read_all(connection)
+        assert data.count(b'"text"') == 400 and b"[DONE]" in data
+        assert server.process.wait(20) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")
+    log = (tmp_path / "log").read_text()
+    lines = [line for line in log.splitlines() if "POST /v1/completions 200" in line]
+    assert len(lines) == 2 and "prompt=27" in lines[0] and "output=3" in lines[0] and "finish=length" in lines[0]
+    assert SECRET not in log and "efg" not in log and "Traceback" not in log
+
+
+def test_second_signal_stops(script_file: Path, tmp_path: Path) -> None:
+    with serving(script_file, tmp_path / "log", "--max-sequences", "1") as server:
+        connections = [start_stream(server.url, 500) for _ in range(20)]
+        connections[0].recv(1000)
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0 and time.monotonic() - started < 5
+        replies = [read_all(connection) for connection in connections]
+        assert any(b"shutting_down" in reply and b"HTTP/1.1 503" in reply for reply in replies)
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_killed_it_starts_again(script_file: Path, tmp_path: Path) -> None:
+    """Nothing that a killed server leaves behind keeps the next one from starting on the same port."""
+    with serving(script_file, tmp_path / "first") as server:
+        connection = start_stream(server.url, 400)
+        connection.recv(100)
+        server.process.kill()
+        server.process.wait(10)
+        port = server.url.rsplit(":", 1)[1]
+    with serving(script_file, tmp_path / "second", "--port", port) as server:
+        assert server.url.endswith(f":{port}")
+        assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--port", "70000"], "port"),
+        (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
+        (["--api-key", ""], "API key"),
+        (["--request-timeout", "0"], "time-out"),
+        (["--max-body", "huge"], "size"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    script_file: Path, options: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(script_file), "-q", *options]) == 2
+    err = capsys.readouterr().err.strip().splitlines()[-1]
+    assert err.startswith("rimuru: ") and told in err
+
+
+def test_a_port_in_use_is_one_line(script: Any, script_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    port = script.url.rsplit(":", 1)[1]
+    assert main(["serve", str(script_file), "-q", "--port", port]) == 2
+    assert "cannot listen" in capsys.readouterr().err
+
+
+def test_metrics_count(script: Any) -> None:
+    names = ("rimuru_prompt_tokens_total", "rimuru_output_tokens_total", "rimuru_request_seconds_count")
+    before = [script.metric(name) for name in names]
+    script.post("/v1/completions", {"prompt": "012", "temperature": 0, "max_tokens": 9, "n": 2})
+    assert [script.metric(name) - old for name, old in zip(names, before, strict=True)] == [3, 18, 1]
+    text = script.http.get("/metrics").text
+    assert 'rimuru_pool_pages{view="expert"}' in text and 'rimuru_requests_total{outcome="done"}' in text
+    assert script.metric("rimuru_memory_bytes") == script.http.get("/v1/memory").json()["total_bytes"]
+
+
+def test_memory_report_has_the_designs_keys(script: Any) -> None:
+    memory = script.http.get("/v1/memory").json()
+    assert {"total_bytes", "free_bytes", "dense_bytes", "scratch_bytes", "views", "levels", "resident_experts"} <= set(
+        memory
+    )
+    assert set(memory["views"]) == {"expert", "kv", "ssm", "conv", "buffer"}
+    used = sum(view["bytes"] for view in memory["views"].values())
+    pool = memory["total_bytes"] - memory["dense_bytes"] - memory["scratch_bytes"]
+    assert used + memory["free_bytes"] == pool
+    connection = script.request_socket({"prompt": "0" * 40, "temperature": 0, "max_tokens": 400, "stream": True})
+    script.wait_until(lambda: script.http.get("/v1/memory").json()["requests"] != [])
+    request = script.http.get("/v1/memory").json()["requests"][0]
+    assert request["tokens"] > 0 and request["pages"] > 0
+    connection.close()
+
+
+def test_resizing_while_answers_run(script_file: Path) -> None:
+    from server_fixtures import running
+
+    with running(script_file) as server:
+        total = server.http.get("/v1/memory").json()["total_bytes"]
+        huge = server.llm.loaded.layout.huge_bytes
+        for wrong in ({"memory": "1KiB"}, {"memory": "lots"}, {"memory": -1}, {}):
+            assert 400 <= server.post("/v1/memory/resize", wrong).status_code <= 503
+        connection = server.request_socket({"prompt": "0", "temperature": 0, "max_tokens": 300, "stream": True})
+        connection.recv(100)
+        for n_bytes in (total - 20 * huge, total - 40 * huge, total):
+            reply = server.post("/v1/memory/resize", {"memory": n_bytes})
+            assert reply.status_code == 200, reply.text
+            assert n_bytes - huge < reply.json()["total_bytes"] <= n_bytes
+        data = b""
+        while b"[DONE]" not in data:
+            data += connection.recv(65536)
+        assert data.count(b'"text"') >= 299
+        connection.close()
+        server.wait_idle()
