@@ -6,6 +6,7 @@ from rimuru.arch.common import Base
 from rimuru.arch.spec import LayerSpec, ModelConfig, SharedExpertSpec
 
 NAMES = ("bailingmoe2",)
+MODELS = {"bailingmoe2": "Ling 2, Ring 2"}
 RUNNABLE = {"bailingmoe2": ("cpu",)}
 
 

@@ -9,6 +9,7 @@ from rimuru.arch.rope import scaling
 from rimuru.arch.spec import CompressedAttentionSpec, LayerSpec, ModelConfig, MoeSpec, RopeSpec, SharedExpertSpec
 
 NAMES = ("deepseek4",)
+MODELS = {"deepseek4": "DeepSeek-V4"}
 RUNNABLE: dict[str, tuple[str, ...]] = {}
 
 

@@ -6,6 +6,7 @@ from rimuru.arch.common import Base
 from rimuru.arch.spec import LayerSpec, ModelConfig, SharedExpertSpec
 
 NAMES = ("dots1",)
+MODELS = {"dots1": "dots.llm1"}
 RUNNABLE = {"dots1": ("cpu",)}
 
 

@@ -6,6 +6,7 @@ from rimuru.arch.common import Base
 from rimuru.arch.spec import LayerSpec, ModelConfig, SharedExpertSpec
 
 NAMES = ("ernie4_5-moe",)
+MODELS = {"ernie4_5-moe": "ERNIE 4.5 with experts"}
 RUNNABLE = {"ernie4_5-moe": ("cpu",)}
 
 

@@ -9,6 +9,7 @@ from rimuru.arch.spec import LayerSpec, ModelConfig
 from rimuru.arch.windows import windowed_layers
 
 NAMES = ("gemma3",)
+MODELS = {"gemma3": "Gemma 3 (text)"}
 RUNNABLE = {"gemma3": ("cpu",)}
 N_LAYERS_27B = 62
 

@@ -6,6 +6,7 @@ from rimuru.arch.common import SIGMOID, Base
 from rimuru.arch.spec import LayerSpec, ModelConfig, SharedExpertSpec
 
 NAMES = ("glm4moe",)
+MODELS = {"glm4moe": "GLM-4.5, 4.5-Air, 4.6, 4.7, 4.5V and 4.6V (text)"}
 RUNNABLE = {"glm4moe": ("cpu",)}
 
 

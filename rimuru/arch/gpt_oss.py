@@ -7,6 +7,7 @@ from rimuru.arch.spec import LayerSpec, ModelConfig
 from rimuru.arch.windows import windowed_layers
 
 NAMES = ("gpt-oss",)
+MODELS = {"gpt-oss": "gpt-oss-20b, gpt-oss-120b"}
 RUNNABLE = {"gpt-oss": ("cpu",)}
 
 

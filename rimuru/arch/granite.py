@@ -9,6 +9,7 @@ from rimuru.arch.mamba import mamba2
 from rimuru.arch.spec import DenseFfnSpec, LayerSpec, ModelConfig, MoeSpec, RopeSpec, SharedExpertSpec
 
 NAMES = ("granitemoe", "granitehybrid")
+MODELS = {"granitemoe": "Granite 3 with experts", "granitehybrid": "Granite 4.0 H"}
 RUNNABLE = {"granitemoe": ("cpu",), "granitehybrid": ("cpu",)}
 
 

@@ -6,6 +6,7 @@ from rimuru.arch.common import Base
 from rimuru.arch.spec import LayerSpec, ModelConfig, SharedExpertSpec
 
 NAMES = ("hunyuan-moe",)
+MODELS = {"hunyuan-moe": "Hunyuan-A13B"}
 RUNNABLE = {"hunyuan-moe": ("cpu",)}
 
 

@@ -7,6 +7,7 @@ from rimuru.arch.mamba import mamba1
 from rimuru.arch.spec import LayerSpec, ModelConfig
 
 NAMES = ("jamba",)
+MODELS = {"jamba": "Jamba"}
 RUNNABLE = {"jamba": ("cpu",)}
 
 

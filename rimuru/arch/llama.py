@@ -6,6 +6,7 @@ from rimuru.arch.common import Base
 from rimuru.arch.spec import LayerSpec, ModelConfig
 
 NAMES = ("llama",)
+MODELS = {"llama": "Llama 2 and 3, Mistral, Mixtral"}
 RUNNABLE = {"llama": ("cpu", "cuda")}
 
 

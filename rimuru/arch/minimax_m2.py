@@ -6,6 +6,7 @@ from rimuru.arch.common import Base
 from rimuru.arch.spec import LayerSpec, ModelConfig
 
 NAMES = ("minimax-m2",)
+MODELS = {"minimax-m2": "MiniMax-M2"}
 RUNNABLE = {"minimax-m2": ("cpu",)}
 
 

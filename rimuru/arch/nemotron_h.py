@@ -7,6 +7,7 @@ from rimuru.arch.mamba import mamba2
 from rimuru.arch.spec import DenseFfnSpec, LayerSpec, ModelConfig, MoeSpec, SharedExpertSpec
 
 NAMES = ("nemotron_h", "nemotron_h_moe")
+MODELS = {"nemotron_h": "Nemotron-H", "nemotron_h_moe": "Nemotron 3 Nano, Super"}
 RUNNABLE = {"nemotron_h": ("cpu",), "nemotron_h_moe": ("cpu",)}
 EPS_KEY = "attention.layer_norm_epsilon"
 

@@ -6,6 +6,7 @@ from rimuru.arch.common import Base
 from rimuru.arch.spec import LayerSpec, ModelConfig
 
 NAMES = ("olmoe",)
+MODELS = {"olmoe": "OLMoE-1B-7B"}
 RUNNABLE = {"olmoe": ("cpu", "cuda")}
 
 

@@ -6,6 +6,7 @@ from rimuru.arch.common import Base
 from rimuru.arch.spec import LayerSpec, ModelConfig
 
 NAMES = ("phi3",)
+MODELS = {"phi3": "Phi-3, Phi-4 (text)"}
 RUNNABLE = {"phi3": ("cpu",)}
 
 

@@ -6,6 +6,7 @@ from rimuru.arch.common import Base
 from rimuru.arch.spec import LayerSpec, ModelConfig
 
 NAMES = ("qwen2", "qwen3")
+MODELS = {"qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3 (dense)"}
 RUNNABLE = {"qwen2": ("cpu", "cuda"), "qwen3": ("cpu", "cuda")}
 
 

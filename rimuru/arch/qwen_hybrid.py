@@ -7,6 +7,11 @@ from rimuru.arch.qwen_moe import expert_width, gated_shared_expert
 from rimuru.arch.spec import DeltaNetSpec, LayerSpec, ModelConfig
 
 NAMES = ("qwen3next", "qwen35", "qwen35moe")
+MODELS = {
+    "qwen3next": "Qwen3-Next-80B-A3B",
+    "qwen35": "Qwen3.5, Qwen3.6 (dense)",
+    "qwen35moe": "Qwen3.5, Qwen3.6 with experts",
+}
 RUNNABLE = {"qwen3next": ("cpu",), "qwen35": ("cpu",), "qwen35moe": ("cpu",)}
 
 

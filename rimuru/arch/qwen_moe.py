@@ -6,6 +6,10 @@ from rimuru.arch.common import Base
 from rimuru.arch.spec import LayerSpec, ModelConfig, SharedExpertSpec
 
 NAMES = ("qwen2moe", "qwen3moe")
+MODELS = {
+    "qwen2moe": "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+    "qwen3moe": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B",
+}
 RUNNABLE = {"qwen2moe": ("cpu", "cuda"), "qwen3moe": ("cpu", "cuda")}
 
 

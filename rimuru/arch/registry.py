@@ -2,6 +2,7 @@
 
 An architecture module has
     NAMES     the values of general.architecture that it reads
+    MODELS    name -> published models of it, for people
     RUNNABLE  name -> backends that can run it now; what is missing can be inspected and planned only
     read_config(base) -> ModelConfig
 and may have EPS_KEY, the norm epsilon's key where it is not the usual one. Adding an architecture is adding a file.
@@ -49,6 +50,12 @@ def can_run(architecture: str, backend: str | None = None) -> bool:
     module = _modules().get(architecture)
     backends = module.RUNNABLE.get(architecture, ()) if module else ()
     return bool(backends) if backend is None else backend in backends
+
+
+def published_models(architecture: str) -> str:
+    """Published models of a known architecture, for people."""
+    models: str = _modules()[architecture].MODELS[architecture]
+    return models
 
 
 def read_config(gguf: Gguf, context: int | None = None) -> ModelConfig:
