@@ -135,21 +135,25 @@ __device__ __forceinline__ void load_values(uint4 (&v)[V_BLOCKS][4], const char*
     }
 }
 
-// All pieces of a warp in [from, to); keys before `begin` are not visible.
+// Rows of the key first + lane % 16; null where it may not be seen.
+struct PieceRows {
+    const char *key, *value;
+};
+
+__device__ __forceinline__ PieceRows find_piece(const KvView& kv, int seq, int head, int first, int begin, int end) {
+    int position = first + (threadIdx.x & 15);
+    PieceRows rows{nullptr, nullptr};
+    if (position >= begin && position < end) rows.key = kv_rows(kv, seq, head, position, rows.value);
+    return rows;
+}
+
+// All pieces of a warp in [from, to); keys before `begin` are not visible. `rows`: of the warp's first piece.
 __device__ __forceinline__ void take_split(Running& r, const u32 (&q)[HEAD_TILES][K_BLOCKS][4], const KvView& kv, int seq, int head,
-                                           int from, int to, int begin) {
+                                           int from, int to, int begin, PieceRows rows) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    auto find = [&](int first, const char*& key, const char*& value) {
-        int position = first + (lane & 15);
-        value = nullptr;
-        key = position >= begin && position < to ? kv_rows(kv, seq, head, position, value) : nullptr;
-    };
-    const char *key_row, *value_row;
-    int first = from + warp * PIECE;
-    if (first < to) find(first, key_row, value_row);
-    for (; first < to; first += WARPS * PIECE) {
+    for (int first = from + warp * PIECE; first < to; first += WARPS * PIECE) {
         uint4 k[K_BLOCKS][2], v[V_BLOCKS][4];
-        const char* k_rows[2] = {lane_pointer(key_row, lane / 4), lane_pointer(key_row, lane / 4 + 8)};
+        const char* k_rows[2] = {lane_pointer(rows.key, lane / 4), lane_pointer(rows.key, lane / 4 + 8)};
 #pragma unroll
         for (int b = 0; b < K_BLOCKS; b++)
 #pragma unroll
@@ -158,10 +162,10 @@ __device__ __forceinline__ void take_split(Running& r, const u32 (&q)[HEAD_TILES
                 k[b][i] = load16(k_rows[i], dim * 2, dim < KEY_DIM);
             }
         // Wide heads: values come after the scores, since both do not fit in registers.
-        const char* values = value_row;
+        const char* values = rows.value;
         if (KEY_DIM <= 128) load_values(v, values);
         bool seen0 = k_rows[0] != nullptr, seen1 = k_rows[1] != nullptr;
-        if (first + WARPS * PIECE < to) find(first + WARPS * PIECE, key_row, value_row);
+        if (first + WARPS * PIECE < to) rows = find_piece(kv, seq, head, first + WARPS * PIECE, begin, to);
         u32 p[HEAD_TILES][2];
         weigh(r, q, k, seen0, seen1, p);
         if (KEY_DIM > 128) load_values(v, values);
@@ -237,6 +241,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     KvView kv{kv_base, page_bytes, pages, n_blocks, page_tokens, n_head_kv, KEY_DIM * 2, VALUE_DIM * 2};
     const float* queries = q + ((long long)token * n_head + first_head) * q_stride;
     float* part = partials + ((long long)blockIdx.y * n_head + first_head) * MAX_SPLITS * (VALUE_DIM + 2);
+    // The page table is asked first: its answer and the queries come together.
+    int first_key = aligned + blockIdx.z * split_keys;
+    PieceRows rows = find_piece(kv, seq, kv_head, first_key + (threadIdx.x >> 5) * PIECE, begin, min(end, first_key + split_keys));
     u32 query_parts[HEAD_TILES][K_BLOCKS][4];
     if (n_splits > 0) load_queries(query_parts, queries, q_stride, scale * LOG2E);
     Folded folded[PAIRS_EACH];
@@ -253,7 +260,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (int i = 0; i < V_BLOCKS * 4; i++)
                 r.vector[t][i][0] = r.vector[t][i][1] = r.vector[t][i][2] = r.vector[t][i][3] = 0.0f;
         }
-        take_split(r, query_parts, kv, seq, kv_head, from, to, begin);
+        if (split != (int)blockIdx.z) rows = find_piece(kv, seq, kv_head, from + (threadIdx.x >> 5) * PIECE, begin, to);
+        take_split(r, query_parts, kv, seq, kv_head, from, to, begin, rows);
         leave_split(r, s, vectors);
         __syncthreads();
 #pragma unroll

@@ -98,17 +98,18 @@ extern "C" __global__ void gated_norm(GATED_PARAMETERS) {
         [&](int c, float v) { store_column(out + row * width, ACT_ARGUMENTS, row, width, first + c, c < part, v); });
 }
 
-// One warp a part of at most 32 * NARROW_ITEMS columns; grid (T * groups / warps of a block).
-extern "C" __global__ void gated_norm_narrow(GATED_PARAMETERS) {
+// One warp a part of at most 32 * N columns; grid (T * groups / warps of a block).
+template <int N>
+__device__ __forceinline__ void gated_norm_warp(GATED_PARAMETERS) {
     int at = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     if (at >= n_parts) return;
     long long row = at / n_groups;
     int part = width / n_groups, first = at % n_groups * part;
     const float *in = x + row * width + first, *g = gate + row * width + first;
     const float* w = shared_weight ? weight : weight + first;
-    float v[NARROW_ITEMS], factor[NARROW_ITEMS], sum = 0.0f;
+    float v[N], factor[N], sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < NARROW_ITEMS; i++) {
+    for (int i = 0; i < N; i++) {
         int c = lane + 32 * i;
         v[i] = factor[i] = 0.0f;
         if (c < part) {
@@ -120,9 +121,16 @@ extern "C" __global__ void gated_norm_narrow(GATED_PARAMETERS) {
     }
     float inverse = rsqrtf(warp_sum(sum) / part + eps);
 #pragma unroll
-    for (int i = 0; i < NARROW_ITEMS; i++) {
+    for (int i = 0; i < N; i++) {
         int c = lane + 32 * i;
         if (32 * i < part)
             store_column(out + row * width, ACT_ARGUMENTS, row, width, first + c, c < part, v[i] * inverse * factor[i]);
     }
 }
+
+#define GATED_ARGUMENTS                                                                                                  \
+    x, gate, weight, out, act_values, act_scales, act_sums, width, n_groups, shared_weight, gate_first, eps, n_parts
+
+extern "C" __global__ void gated_norm_narrow(GATED_PARAMETERS) { gated_norm_warp<NARROW_ITEMS>(GATED_ARGUMENTS); }
+
+extern "C" __global__ void gated_norm_128(GATED_PARAMETERS) { gated_norm_warp<4>(GATED_ARGUMENTS); }

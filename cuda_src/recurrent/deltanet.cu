@@ -4,9 +4,11 @@
 //   S = g S;  e = beta (v - S^T k);  S += k e^T;  o = S^T q        for S [d_k, d_v], stored as [d_v][d_k] per value head
 //
 // delta_prepare  unit q and k in place, beta and exp(g) in place of the projections (grid: tokens; a warp a head)
-// delta_net      the recurrence (grid: n_value_heads * PARTS, sequences). Eight lanes share a stored row, each DIM / 8 of
-//                its values; a warp has 4 rows. Tokens go through shared memory in chunks, copied while the chunk before
-//                is worked on. The dot product with q is no part of the chain from token to token.
+// delta_net      the recurrence (grid: n_value_heads * PARTS, sequences). Eight lanes share ROWS stored rows, each DIM / 8
+//                of their values, so that what comes from shared memory serves ROWS rows. Tokens go through shared memory in
+//                chunks, copied while the chunk before is worked on; the next token's q and k are in registers before this
+//                one's sums are. The dot product with q is no part of the chain from token to token.
+//                raw: the inputs are as the convolution left them, and blocks prepare them for themselves (single tokens).
 //
 // -D  DIM (head dim, multiple of 8);  TILED 0: key head h / (Hv / Hk), 1: h % Hk
 // Bytes moved: the state once in and out, q and k of the head once a part.
@@ -18,7 +20,8 @@
 
 #define THREADS 128
 #define EACH (DIM / LANES)  // values of a row in a lane
-#define ROWS_A_BLOCK (THREADS / LANES)
+#define ROWS 2
+#define ROWS_A_BLOCK (THREADS / LANES * ROWS)
 #define PARTS ((DIM + ROWS_A_BLOCK - 1) / ROWS_A_BLOCK)  // blocks that share a head's rows
 #define CHUNK 16
 
@@ -78,15 +81,33 @@ __device__ __forceinline__ void fetch_chunk(Chunk& chunk, const Source& from, in
     commit_copies();
 }
 
+// What delta_prepare does, for the block's head and chunk.
+__device__ __forceinline__ void prepare_chunk(Chunk& chunk, int n, float a, float dt_bias, float eps) {
+    int lane = threadIdx.x & 31;
+    for (int i = threadIdx.x >> 5; i < 2 * n; i += THREADS / 32) {
+        float* x = i < n ? chunk.q[i] : chunk.k[i - n];
+        float sum = 0.0f;
+        for (int c = lane; c < DIM; c += 32) sum = fmaf(x[c], x[c], sum);
+        float scale = rsqrtf(warp_sum(sum) + eps) * (i < n ? rsqrtf((float)DIM) : 1.0f);
+        for (int c = lane; c < DIM; c += 32) x[c] *= scale;
+    }
+    for (int t = threadIdx.x; t < n; t += THREADS) {
+        chunk.beta[t] = sigmoid(chunk.beta[t]);
+        chunk.decay[t] = expf(a * softplus(chunk.decay[t] + dt_bias));
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
-    delta_net(const float* __restrict__ qkv,    // [T, (2 Hk + Hv) DIM], q and k as delta_prepare left them
+    delta_net(const float* __restrict__ qkv,    // [T, (2 Hk + Hv) DIM], q and k as delta_prepare left them, or raw
               const float* __restrict__ beta,   // [T, Hv]
-              const float* __restrict__ decay,  // [T, Hv]: exp(g)
+              const float* __restrict__ decay,  // [T, Hv]: exp(g), or alpha where raw
+              const float* __restrict__ a,        // [Hv], used where raw
+              const float* __restrict__ dt_bias,  // [Hv], used where raw
               float* __restrict__ out,          // [T, Hv * DIM]
               char* pool, const int* __restrict__ pages,  // [S, columns]
               const bool* __restrict__ fresh,             // [S]
               const int* __restrict__ query_start,        // [S + 1]
-              long long page_bytes, int columns, int column, int n_key_heads, int n_value_heads) {
+              long long page_bytes, int columns, int column, int n_key_heads, int n_value_heads, int raw, float eps) {
     __shared__ __align__(16) Chunk chunks[2];
     int seq = blockIdx.y, start = query_start[seq], n_tokens = query_start[seq + 1] - start;
     float* page = state_page(pool, page_bytes, pages, columns, seq, column);
@@ -99,20 +120,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     from.beta = beta + (long long)start * n_value_heads + head, from.decay = decay + (long long)start * n_value_heads + head;
     from.q_at = key_head * DIM, from.k_at = (n_key_heads + key_head) * DIM;
     from.v_at = (2 * n_key_heads + head) * DIM + first_row, from.n_rows = DIM - first_row;
-    int lane = threadIdx.x % LANES, local = threadIdx.x / LANES;
-    bool mine = local < from.n_rows;
+    int lane = threadIdx.x % LANES, local = threadIdx.x / LANES * ROWS;
+    bool mine = local < from.n_rows;  // all of a lane's rows, since DIM is a multiple of ROWS
     float* state = page + ((long long)head * DIM + first_row + (mine ? local : 0)) * DIM;
     float* to = out + ((long long)start * n_value_heads + head) * DIM + first_row + local;
-    float s[EACH];
+    float s[ROWS][EACH];
     fetch_chunk(chunks[0], from, 0, min(CHUNK, n_tokens));
-    if (fresh[seq]) {
+    bool zero = fresh[seq];
 #pragma unroll
-        for (int i = 0; i < EACH; i++) s[i] = 0.0f;
-    } else {
-        load_row(s, state, lane);
+    for (int r = 0; r < ROWS; r++) {
+        if (zero) {
+#pragma unroll
+            for (int i = 0; i < EACH; i++) s[r][i] = 0.0f;
+        } else {
+            load_row(s[r], state + r * DIM, lane);
+        }
     }
     for (int done = 0, stage = 0; done < n_tokens; done += CHUNK, stage ^= 1) {
-        const Chunk& chunk = chunks[stage];
+        Chunk& chunk = chunks[stage];
         int n = min(CHUNK, n_tokens - done), next = min(CHUNK, n_tokens - done - CHUNK);
         if (next > 0) {
             fetch_chunk(chunks[stage ^ 1], from, done + CHUNK, next);
@@ -121,26 +146,51 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             wait_copies<0>();
         }
         __syncthreads();
-#pragma unroll 2
+        if (raw) {
+            prepare_chunk(chunk, n, a[head], dt_bias[head], eps);
+            __syncthreads();
+        }
+        float k[EACH], q[EACH];
+        load_row(k, chunk.k[0], lane);
+        load_row(q, chunk.q[0], lane);
         for (int t = 0; t < n; t++) {
-            float k[EACH], q[EACH], sk[4] = {0.0f, 0.0f, 0.0f, 0.0f}, sq[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            load_row(k, chunk.k[t], lane);
-            load_row(q, chunk.q[t], lane);
-            float g = chunk.decay[t];
+            float next_k[EACH], next_q[EACH], e[ROWS], g = chunk.decay[t], b = chunk.beta[t];
+            int following = min(t + 1, n - 1);
+            load_row(next_k, chunk.k[following], lane);
+            load_row(next_q, chunk.q[following], lane);
 #pragma unroll
-            for (int i = 0; i < EACH; i++) sk[i & 3] = fmaf(s[i], k[i], sk[i & 3]);
-            float p = group_sum<LANES>((sk[0] + sk[1]) + (sk[2] + sk[3]));
-            float e = chunk.beta[t] * fmaf(-g, p, chunk.v[t][local]);
+            for (int r = 0; r < ROWS; r++) {
+                float sk[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-            for (int i = 0; i < EACH; i++) s[i] = fmaf(k[i], e, g * s[i]);
+                for (int i = 0; i < EACH; i++) sk[i & 3] = fmaf(s[r][i], k[i], sk[i & 3]);
+                e[r] = (sk[0] + sk[1]) + (sk[2] + sk[3]);
+            }
 #pragma unroll
-            for (int i = 0; i < EACH; i++) sq[i & 3] = fmaf(s[i], q[i], sq[i & 3]);
-            float o = group_sum<LANES>((sq[0] + sq[1]) + (sq[2] + sq[3]));
-            if (lane == 0 && mine) to[(long long)(done + t) * n_value_heads * DIM] = o;
+            for (int r = 0; r < ROWS; r++) e[r] = b * fmaf(-g, group_sum<LANES>(e[r]), chunk.v[t][local + r]);
+            float o[ROWS];
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                float sq[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+                for (int i = 0; i < EACH; i++) {
+                    s[r][i] = fmaf(k[i], e[r], g * s[r][i]);
+                    sq[i & 3] = fmaf(s[r][i], q[i], sq[i & 3]);
+                }
+                o[r] = (sq[0] + sq[1]) + (sq[2] + sq[3]);
+            }
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                o[r] = group_sum<LANES>(o[r]);
+                if (lane == 0 && mine) to[(long long)(done + t) * n_value_heads * DIM + r] = o[r];
+            }
+#pragma unroll
+            for (int i = 0; i < EACH; i++) k[i] = next_k[i], q[i] = next_q[i];
         }
         __syncthreads();
     }
     if (!mine) return;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) state[element_of<EACH>(lane, i)] = s[i];
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int i = 0; i < EACH; i++) state[r * DIM + element_of<EACH>(lane, i)] = s[r][i];
 }

@@ -2,7 +2,8 @@
 //
 //   dt = softplus(dt + dt_bias);  S[p, n] = exp(dt a) S[p, n] + dt B[n] x[p];  y[p] = sum_n S[p, n] C[n] + d x[p]
 //
-// grid (heads * row parts, sequences). LANES lanes share a row p, each STATE / LANES of its values. Tokens go through shared
+// grid (heads * row parts, sequences). LANES lanes share ROWS rows p, each STATE / LANES of their values, so that what
+// comes from shared memory serves ROWS rows. Tokens go through shared
 // memory in chunks, copied while the chunk before is worked on.
 //
 // -D  STATE (N, multiple of 8), HEAD_DIM (P)
@@ -15,7 +16,8 @@
 
 #define THREADS 128
 #define EACH (STATE / LANES)
-#define ROWS_A_BLOCK (THREADS / LANES)
+#define ROWS 2
+#define ROWS_A_BLOCK (THREADS / LANES * ROWS)
 #define CHUNK 16
 
 struct Chunk {
@@ -41,13 +43,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (!page || n_tokens <= 0) return;
     int head = blockIdx.x / parts, first_row = blockIdx.x % parts * ROWS_A_BLOCK;
     int inner = n_heads * HEAD_DIM, width = inner + 2 * n_groups * STATE, group = head / (n_heads / n_groups);
-    int lane = threadIdx.x % LANES, local = threadIdx.x / LANES, p = first_row + local;
-    bool mine = p < HEAD_DIM, aligned = (inner | width) % 4 == 0;
-    float* state = page + ((long long)head * HEAD_DIM + (mine ? p : 0)) * STATE;
-    float s[EACH], bias = dt_bias[head], rate = a[head], skip = d[head];
+    int lane = threadIdx.x % LANES, local = threadIdx.x / LANES * ROWS, p = first_row + local;
+    bool aligned = (inner | width) % 4 == 0;
+    float* state = page + ((long long)head * HEAD_DIM + p) * STATE;
+    float s[ROWS][EACH], bias = dt_bias[head], rate = a[head], skip = d[head];
     bool zero = fresh[seq];
 #pragma unroll
-    for (int i = 0; i < EACH; i++) s[i] = zero || !mine ? 0.0f : state[element_of<EACH>(lane, i)];
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            s[r][i] = zero || p + r >= HEAD_DIM ? 0.0f : state[r * STATE + element_of<EACH>(lane, i)];
     auto fetch = [&](Chunk& chunk, int done, int n) {
         const float* in = xbc + (long long)(start + done) * width;
         for (int i = threadIdx.x; i < n * (STATE / 4); i += THREADS) {
@@ -84,22 +89,31 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         __syncthreads();
 #pragma unroll 2
         for (int t = 0; t < n; t++) {
-            float x = chunk.x[t][local], decay = chunk.decay[t], add = chunk.dt[t] * x;
-            float b[EACH], c[EACH], y[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            float b[EACH], c[EACH], decay = chunk.decay[t], sum[ROWS];
             load_row(b, chunk.b[t], lane);
             load_row(c, chunk.c[t], lane);
 #pragma unroll
-            for (int i = 0; i < EACH; i++) {
-                s[i] = fmaf(add, b[i], decay * s[i]);
-                y[i & 3] = fmaf(s[i], c[i], y[i & 3]);
+            for (int r = 0; r < ROWS; r++) {
+                float add = chunk.dt[t] * chunk.x[t][local + r], y[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+                for (int i = 0; i < EACH; i++) {
+                    s[r][i] = fmaf(add, b[i], decay * s[r][i]);
+                    y[i & 3] = fmaf(s[r][i], c[i], y[i & 3]);
+                }
+                sum[r] = (y[0] + y[1]) + (y[2] + y[3]);
             }
-            float sum = group_sum<LANES>((y[0] + y[1]) + (y[2] + y[3]));
-            if (lane == 0 && mine)
-                out[(long long)(start + done + t) * inner + head * HEAD_DIM + p] = fmaf(skip, x, sum);
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                sum[r] = group_sum<LANES>(sum[r]);
+                if (lane == 0 && p + r < HEAD_DIM)
+                    out[(long long)(start + done + t) * inner + head * HEAD_DIM + p + r] = fmaf(skip, chunk.x[t][local + r], sum[r]);
+            }
         }
         __syncthreads();
     }
-    if (mine)
 #pragma unroll
-        for (int i = 0; i < EACH; i++) state[element_of<EACH>(lane, i)] = s[i];
+    for (int r = 0; r < ROWS; r++)
+        if (p + r < HEAD_DIM)
+#pragma unroll
+            for (int i = 0; i < EACH; i++) state[r * STATE + element_of<EACH>(lane, i)] = s[r][i];
 }

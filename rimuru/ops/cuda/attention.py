@@ -18,8 +18,12 @@ NORM_IDS = {"none": 0, "head": 1, "vector": 2}
 MAX_SPLITS = 32
 """Splits of a context at most (cuda_src/attention/paged_decode.cu)."""
 
-DECODE_UNIT_KEYS = 256
-"""Keys of the smallest split of a context."""
+FEW_BLOCKS = 64
+"""Up to this many (query, KV head) pairs a decode launch waits for latency: blocks of more warps are faster."""
+
+BIG_SHARED_BYTES = 200 * 1024
+MIDDLE_SHARED_BYTES = 160 * 1024
+"""Shared memory of a block on data centre cards: compute capability 9.0 and 10.0, and 8.0."""
 
 TARGET_BLOCKS = 264
 """Blocks that a decode launch aims at: two on each multiprocessor of the largest cards."""
@@ -91,16 +95,23 @@ _DECODE_SIGNATURE = (
 )
 
 
+def unit_keys(n_head_kv: int) -> int:
+    """Keys of the smallest split of a context: fewer where few KV heads leave the device empty."""
+    return 256 if n_head_kv >= 4 else 128
+
+
 @cache
-def decode_kernel(key_dim: int, value_dim: int, heads: int, element: str, values_are_keys: bool) -> DecodeKernel:
-    """The tensor-core kernel where it can do the shape, else the wide one."""
+def decode_kernel(
+    key_dim: int, value_dim: int, heads: int, element: str, values_are_keys: bool, unit: int = 256, wide: bool = False
+) -> DecodeKernel:
+    """The tensor-core kernel where it can do the shape, else the one for everything. wide: eight warps a block."""
     defines = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "GROUP": heads, "ELEMENT": ELEMENT_IDS[element]}
     size = 4 if element == "f32" else 2
     if size == 2 and not values_are_keys and max(key_dim, value_dim) <= 256:
-        warps, min_blocks = (4, 3) if max(key_dim, value_dim) <= 128 and heads <= 8 else (8, 1)
+        warps, min_blocks = (4, 3) if max(key_dim, value_dim) <= 128 and heads <= 8 and not wide else (8, 1)
         if warps * heads * value_dim * 4 > _DECODE_VECTOR_BYTES:
             warps = 4
-        defines |= {"WARPS": warps, "MIN_BLOCKS": min_blocks, "UNIT": DECODE_UNIT_KEYS}
+        defines |= {"WARPS": warps, "MIN_BLOCKS": min_blocks, "UNIT": unit}
         kernel = Kernel("attention/paged_decode.cu", "paged_decode", _DECODE_SIGNATURE, defines)
         return DecodeKernel(kernel, 32 * warps, 4 * warps * heads * value_dim)
     row_bytes = (key_dim + value_dim) * size
@@ -124,9 +135,16 @@ class PrefillTile:
         return 4 * 16 * self.warp_tiles
 
 
-def prefill_tile(key_dim: int, value_dim: int) -> PrefillTile:
-    """The tile for these head dims."""
-    return PrefillTile(32, 1, 2) if max(key_dim, value_dim) > 128 else PrefillTile(32, 1, 3)
+def prefill_tile(key_dim: int, value_dim: int, shared_bytes: int = 0, n_rows: int = 0) -> PrefillTile:
+    """The tile for these head dims, a device's shared memory per block, and the query rows of a launch.
+
+    The number of keys sets the order of sums, so it depends on the model and the device only.
+    """
+    if max(key_dim, value_dim) > 128 or shared_bytes < MIDDLE_SHARED_BYTES:
+        return PrefillTile(32, 1, 2)
+    if shared_bytes >= BIG_SHARED_BYTES and n_rows >= 800 * 128:
+        return PrefillTile(64, 2, 2)
+    return PrefillTile(64, 1, 2)
 
 
 @cache
@@ -209,12 +227,12 @@ def _norm_dim(weight: Array | None, norm_kind: str, group: KvGroupLayout) -> int
 class Attention:
     """The verb `attention`: decode kernel, prefill kernel, or both for a mixed step; owns the split scratch.
 
-    `deterministic`: every query goes through the decode kernel, whose sums depend on its position only, so that a
-    result does not depend on how a prompt was cut or what ran beside it.
+    `deterministic`: every query goes through one decode kernel, whose sums depend on its position only, so that a
+    result does not depend on how a prompt was cut or what ran beside it. `shared_bytes`: what a block may have.
     """
 
-    def __init__(self, deterministic: bool) -> None:
-        self.deterministic = deterministic
+    def __init__(self, deterministic: bool, shared_bytes: int = 0) -> None:
+        self.deterministic, self.shared_bytes = deterministic, shared_bytes
         self.tile: PrefillTile | None = None
         """Overrides `prefill_tile`; for measurements."""
         self._partials: Any = None
@@ -261,7 +279,7 @@ class Attention:
         else:
             if bool((step.host.query_start[1:] - step.host.query_start[:-1] == 1).any()):
                 self._decode(q, step, where, shape, group, value_dim, kv.page_bytes, n_seqs, True, scale, act, out)
-            tile = self.tile or prefill_tile(group.key_dim, value_dim)
+            tile = self.tile or prefill_tile(group.key_dim, value_dim, self.shared_bytes, n_tokens * n_head)
             n_tiles = n_tokens * (n_head // group.n_head_kv) // tile.n_rows + n_seqs
             shared = _prefill_shared_bytes(group.key_dim, value_dim, tile)
             prefill_kernel(group.key_dim, value_dim, group.element, tile)(
@@ -294,7 +312,10 @@ class Attention:
         splits = decode_splits(n_queries, grid_x)
         n_floats = partial_floats(n_queries, n_head, grid_x, value_dim)
         self.reserve(n_floats)
-        chosen = decode_kernel(group.key_dim, value_dim, heads, group.element, group.value_dim == 0)
+        wide = not self.deterministic and n_queries * grid_x <= FEW_BLOCKS
+        chosen = decode_kernel(
+            group.key_dim, value_dim, heads, group.element, group.value_dim == 0, unit_keys(group.n_head_kv), wide
+        )
         chosen.kernel(
             (grid_x, n_queries, splits),
             (chosen.n_threads,),

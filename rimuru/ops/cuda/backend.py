@@ -44,7 +44,7 @@ class CudaOps:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._staged = StagedBytes()
         self._uploader = Uploader(self.info.host_pointers)
-        self.attention = attention.Attention(deterministic)
+        self.attention = attention.Attention(deterministic, self.info.max_shared_bytes)
         self._attention_bytes = 0
         self.sample = Sampler()
         self.graphs = DecodeGraphs(self.stage, self.stream)

@@ -31,6 +31,7 @@ _GATED_SIGNATURE = (
 )
 _gated_norm = Kernel("pointwise/norm.cu", "gated_norm", _GATED_SIGNATURE)
 _gated_norm_narrow = Kernel("pointwise/norm.cu", "gated_norm_narrow", _GATED_SIGNATURE)
+_gated_norm_128 = Kernel("pointwise/norm.cu", "gated_norm_128", _GATED_SIGNATURE)
 _glu = Kernel(
     "pointwise/glu.cu",
     "glu_rows",
@@ -45,8 +46,8 @@ _multiply = Kernel(
 )
 
 KERNELS = (
-    _rms_norm, _add_norm, _gated_norm, _gated_norm_narrow, _glu, _row_gate, _gather_rows, _finish_logits, _multiply,
-    _take_tokens,
+    _rms_norm, _add_norm, _gated_norm, _gated_norm_narrow, _gated_norm_128, _glu, _row_gate, _gather_rows,
+    _finish_logits, _multiply, _take_tokens,
 )  # fmt: skip
 
 
@@ -57,12 +58,16 @@ def act_arguments(act: Act) -> tuple[Any, Any, Any]:
     return act.quant.values, act.quant.scales, act.quant.sums
 
 
-def blocks_wanted(act: Act, n_tokens: int) -> bool:
+_MAX_EXPERT_DOT_TOKENS = 256
+"""Beyond this many tokens experts run on tensor cores too, whatever the model's share of active experts."""
+
+
+def blocks_wanted(act: Act, n_tokens: int, most: int = MAX_GEMV_TOKENS) -> bool:
     """Whether the 8-bit form of an activation that only matrices read (no experts) is worth making.
 
     Beyond the integer kernels' batch sizes matrices read halves, which `linear` makes itself.
     """
-    return act.quant is not None and (n_tokens <= MAX_GEMV_TOKENS or act.quant.halves is None)
+    return act.quant is not None and (n_tokens <= most or act.quant.halves is None)
 
 
 def row_threads(width: int) -> int:
@@ -72,7 +77,8 @@ def row_threads(width: int) -> int:
 
 def rms_norm(x: Array, weight: Array, eps: float, out: Act) -> None:
     n_tokens, width = x.shape
-    _rms_norm((n_tokens,), (row_threads(width),), (x, weight, out.f32, *act_arguments(out), width, eps))
+    act = act_arguments(out) if blocks_wanted(out, n_tokens, _MAX_EXPERT_DOT_TOKENS) else (None, None, None)
+    _rms_norm((n_tokens,), (row_threads(width),), (x, weight, out.f32, *act, width, eps))
 
 
 def add_norm(x: Array, delta: Array, weight: Array, eps: float, scale: float) -> None:
@@ -89,7 +95,8 @@ def gated_norm(x: Array, gate: Array, weight: Array, eps: float, n_groups: int, 
     n_parts = n_tokens * n_groups
     args = (x, gate, weight, out.f32, *act, width, n_groups, shared_weight, gate_first, eps, n_parts)
     if part <= _NARROW_WIDTH:
-        _gated_norm_narrow((ceil_div(n_parts, _NARROW_WARPS),), (32 * _NARROW_WARPS,), args)
+        kernel = _gated_norm_128 if part <= 128 else _gated_norm_narrow
+        kernel((ceil_div(n_parts, _NARROW_WARPS),), (32 * _NARROW_WARPS,), args)
     else:
         _gated_norm((n_parts,), (row_threads(part),), args)
     if wanted and not fused:

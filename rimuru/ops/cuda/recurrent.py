@@ -12,6 +12,9 @@ from rimuru.ops.cuda.launch import Kernel
 
 _STATE_SIGNATURE = "pool: *, pages: i32*, fresh: bool*, query_start: i32*, page_bytes: i64, columns: i32, column: i32"
 _THREADS = 128
+_ROWS_A_BLOCK = 32
+"""State rows of a block of delta_net and mamba2: 16 groups of lanes with two rows each."""
+
 _PREPARE_THREADS = 256
 _CONV_THREADS = 128
 _CONV_TOKENS = 8
@@ -39,7 +42,10 @@ def delta_net_kernels(head_dim: int, head_order: str) -> tuple[Kernel, Kernel]:
     prepare = (
         "qkv: f32*, beta: f32*, alpha: f32*, a: f32*, dt_bias: f32*, n_key_heads: i32, n_value_heads: i32, eps: f32"
     )
-    step = f"qkv: f32*, beta: f32*, decay: f32*, out: f32*, {_STATE_SIGNATURE}, n_key_heads: i32, n_value_heads: i32"
+    step = (
+        "qkv: f32*, beta: f32*, decay: f32*, a: f32*, dt_bias: f32*, out: f32*,"
+        f"{_STATE_SIGNATURE}, n_key_heads: i32, n_value_heads: i32, raw: i32, eps: f32"
+    )
     return Kernel(path, "delta_prepare", prepare, defines), Kernel(path, "delta_net", step, defines)
 
 
@@ -104,15 +110,17 @@ def delta_net(
     state: StateLayer,
     out: Array,
 ) -> None:
-    """q, k, beta and alpha are overwritten by what the recurrence reads."""
+    """Prompts: q, k, beta and alpha are overwritten by what the recurrence reads."""
     prepare, recurrence = delta_net_kernels(spec.head_dim, spec.head_order)
     heads = (spec.n_key_heads, spec.n_value_heads)
-    prepare((qkv.shape[0],), (_PREPARE_THREADS,), (qkv, beta, alpha, a, dt_bias, *heads, eps))
-    parts = ceil_div(spec.head_dim, _THREADS // 8)
+    raw = qkv.shape[0] == step.host.n_seqs
+    if not raw:
+        prepare((qkv.shape[0],), (_PREPARE_THREADS,), (qkv, beta, alpha, a, dt_bias, *heads, eps))
+    parts = ceil_div(spec.head_dim, _ROWS_A_BLOCK)
     recurrence(
         (spec.n_value_heads * parts, step.host.n_seqs),
         (_THREADS,),
-        (qkv, beta, alpha, out, *_ssm_arguments(step, state), *heads),
+        (qkv, beta, alpha, a, dt_bias, out, *_ssm_arguments(step, state), *heads, raw, eps),
     )
 
 
@@ -128,7 +136,7 @@ def mamba2(
     out: Array,
 ) -> None:
     head_dim = spec.inner_size // spec.n_heads
-    parts = ceil_div(head_dim, _THREADS // 8)
+    parts = ceil_div(head_dim, _ROWS_A_BLOCK)
     mamba2_kernel(spec.state_size, head_dim)(
         (spec.n_heads * parts, step.host.n_seqs),
         (_THREADS,),
