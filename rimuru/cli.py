@@ -72,6 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_inspect(commands, [common, output])
     _add_perplexity(commands, [common, output])
     _add_bench(commands, [common, output])
+    _add_profile(commands, [common, output])
+    _add_simulate(commands, [common, output])
     return parser
 
 
@@ -182,6 +184,44 @@ def _add_bench(commands: argparse._SubParsersAction, parents: list[argparse.Argu
     parser.add_argument("--routing", default="model", choices=("model",), help="whose routing: the model's own router")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(command="bench.bench")
+
+
+def _add_profile(commands: argparse._SubParsersAction, parents: list[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("profile", parents=parents, help="measure which experts a text uses")
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("-f", "--file", required=True, metavar="TEXT")
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: beside the model, where it is found again")
+    parser.set_defaults(command="profile.profile")
+
+
+def _add_simulate(commands: argparse._SubParsersAction, parents: list[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("simulate", parents=parents, help="serve a trace on a machine that is not there")
+    parser.add_argument("model", metavar="SHAPE|MODEL", help="a built-in shape such as qwen3-30b-a3b, or a file")
+    parser.add_argument("--trace", required=True, metavar="FILE", help="lengths and arrival times (CSV or JSON lines)")
+    parser.add_argument("--requests", type=int, metavar="N", help="only the first N of the trace")
+    parser.add_argument("--stretch", type=float, default=1.0, metavar="X", help="multiply arrival times")
+    parser.add_argument("--rate", type=float, metavar="R", help="Poisson arrivals per second for a trace without times")
+    parser.add_argument("--quant", default="q4_k_m", metavar="Q", help="quantisation of a built-in shape")
+    parser.add_argument("--admission", default="optimistic", choices=("optimistic", "reserve"))
+    parser.add_argument("--card", default="rtx5090", metavar="NAME", help="rtx5090, rtx4090 or h200")
+    for name, what in (
+        ("compute-tflops", "matrix products"),
+        ("memory-gbps", "device memory"),
+        ("pcie-gbps", "host to device"),
+        ("disk-gbps", "disk, for experts that --ram does not hold"),
+    ):
+        parser.add_argument(f"--{name}", type=float, metavar="G", help=f"rate of the card: {what}")
+    parser.add_argument("--scratch", default="0", metavar="SIZE", help="activations within --memory (default 0)")
+    parser.add_argument("--buffer-experts", type=int, default=0, metavar="N", help="loading buffers in the pool")
+    parser.add_argument("--max-step-tokens", type=int, default=2048, metavar="N")
+    parser.add_argument("--max-sequences", type=int, default=256, metavar="N")
+    parser.add_argument("--router", default="auto", metavar="NAME", help="parameters of the synthetic router")
+    parser.add_argument("--topics", type=int, metavar="N", help="requests share N topics; default: one each")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture of pages and requests over time")
+    parser.add_argument("--no-timeline", action="store_true", help="leave the pages over time out of the JSON")
+    parser.add_argument("--audit", action="store_true", help="check all invariants while it runs")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(command="simulate.simulate")
 
 
 if __name__ == "__main__":

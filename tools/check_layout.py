@@ -32,6 +32,7 @@ LAYERS = {
     "inspect": 4,
     "forward": 5,
     "engine": 6,
+    "simulate": 7,
     "llm": 7,
     "server": 7,
     "commands": 8,

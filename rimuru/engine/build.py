@@ -36,8 +36,9 @@ from rimuru.engine.runner import Runner
 from rimuru.engine.sampler import Sampler
 from rimuru.engine.scheduler import Scheduler
 from rimuru.experts.device_store import DeviceExpertStore
+from rimuru.experts.hotset import find_profile
 from rimuru.experts.source import ExpertSource, GgufExpertSource, open_source
-from rimuru.experts.store import HostExpertStore, even_quotas, spread_experts
+from rimuru.experts.store import HostExpertStore, even_quotas
 from rimuru.formats.expert_blob import is_blob_folder
 from rimuru.formats.gguf import GgufFile, check_formats, open_gguf
 from rimuru.forward.context import BuildContext
@@ -351,7 +352,10 @@ class _Builder:
             done += n_bytes
             self.progress("experts", done, total)
 
-        n_loaded = self.store.preload(spread_experts(layout), advance)
+        profile = find_profile(self.gguf.path, layout, self.model_config.architecture)
+        if profile is not None:
+            self.store.residency.load_profile(profile.probabilities())
+        n_loaded = self.store.preload(self.store.residency.hottest(), advance)
         if quotas is not None and n_loaded < sum(quotas):
             raise NotEnoughMemoryError(
                 f"{sum(quotas)} resident experts were asked for, but only {n_loaded} fit in "

@@ -51,6 +51,8 @@ class Residency:
         self.last_used = np.full((n_slots, width), NEVER, np.int64)
         self.scores = np.zeros((n_slots, width), np.float64)
         """Decayed counts of tokens, times `_weight`."""
+        self.n_chosen = np.zeros((n_slots, width), np.int64)
+        """Tokens that chose each expert since the start, all counting alike."""
         self.n_pages = np.array([layer.n_pages for layer in layout.layers], np.int64)
         self.step = 0
         self.step_tokens = 1.0
@@ -73,7 +75,9 @@ class Residency:
 
     def touch(self, slot: int, experts: np.ndarray, counts: np.ndarray) -> None:
         """Note that the running step uses these experts, each for `counts` tokens."""
-        note_uses(self.last_used[slot], self.scores[slot], experts, counts, self.step, self._weight)
+        note_uses(
+            self.last_used[slot], self.scores[slot], self.n_chosen[slot], experts, counts, self.step, self._weight
+        )
 
     def load_profile(self, probabilities: np.ndarray) -> None:
         """Start from measured probabilities, float [n_slots, width]: how likely a token chooses each expert."""
@@ -84,10 +88,10 @@ class Residency:
         """Measured probability that a token chooses each expert, float64 [n_slots, width]."""
         return self.scores / (self._weight * max(self._seen_tokens, 1.0))
 
-    def use_probability(self, indices: np.ndarray) -> np.ndarray:
-        """Probability that a step of the present size uses each of these experts (flat indices), float64 [n]."""
+    def use_probability(self, indices: np.ndarray, n_tokens: int) -> np.ndarray:
+        """Probability that a step of n_tokens unrelated tokens uses each of these experts (flat indices)."""
         chosen = self.scores.reshape(-1)[indices] / (self._weight * max(self._seen_tokens, 1.0))
-        return 1.0 - (1.0 - np.minimum(chosen, 1.0)) ** max(self.step_tokens, 1.0)
+        return 1.0 - (1.0 - np.minimum(chosen, 1.0)) ** n_tokens
 
     # ---- who is warm
     @property
@@ -120,8 +124,16 @@ class Residency:
 
     def hottest_absent(self, n_experts: int) -> list[tuple[int, int]]:
         """(slot, expert) of the n hottest non-residents, the hottest first; never used ones last, low ids first."""
-        found = smallest(-self.keys().reshape(-1), (self.exists & ~self.resident).reshape(-1), n_experts)
-        return [self.place_of(index) for index in found]
+        return [self.place_of(index) for index in self.hottest_absent_indices(n_experts)]
+
+    def hottest_absent_indices(self, n_experts: int) -> np.ndarray:
+        """The same as flat indices, int64."""
+        return smallest(-self.keys().reshape(-1), (self.exists & ~self.resident).reshape(-1), n_experts)
+
+    def coldest_first(self) -> np.ndarray:
+        """Flat indices int64 of all experts, resident or not, the coldest first."""
+        order = np.argsort(self.keys().reshape(-1), kind="stable")
+        return order[self.exists.reshape(-1)[order]]
 
     def hottest(self) -> list[tuple[int, int]]:
         """(slot, expert) of all experts, the hottest first: the order in which to fill an empty pool."""

@@ -46,6 +46,7 @@ def smallest(keys: np.ndarray, allowed: np.ndarray, n: int) -> np.ndarray:
 def note_uses(
     last_used: np.ndarray,  # int64 [E]
     scores: np.ndarray,  # float64 [E]
+    n_chosen: np.ndarray,  # int64 [E]
     experts: np.ndarray,  # int [n]
     counts: np.ndarray,  # int [n]
     step: int,
@@ -55,6 +56,7 @@ def note_uses(
     for i in range(experts.size):
         last_used[experts[i]] = step
         scores[experts[i]] += weight * counts[i]
+        n_chosen[experts[i]] += counts[i]
 
 
 @numba.njit(cache=True, nogil=True, fastmath=False)

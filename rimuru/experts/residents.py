@@ -55,8 +55,8 @@ class ResidentSet:
             if pages is None:
                 victim = self.residency.victim(slot, busy, expert)
                 if victim is None:
-                    if self.residency.by_recency:  # nobody may leave for the others either
-                        break
+                    if self.residency.by_recency or not (self.residency.resident[slot] & ~busy).any():
+                        break  # nobody may leave for the others either
                     continue
                 pages = self.take_out(slot, victim)
                 self._pin(pages)

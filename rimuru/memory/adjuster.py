@@ -1,8 +1,9 @@
 """How many experts to shrink or expand, once per step, and why: policies `paper` and `cost` (design sections 3 and 4).
 
-`paper` is Algorithm 1. `cost` asks what a shrink costs: an expert that is not resident is read again in every step that
-uses it. As long as these reads hide behind the step's compute they are free; beyond that each one makes the step
-longer for everybody. It shrinks for a request only while that raises the tokens per second of all requests together.
+`paper` is Algorithm 1. `cost` knows that an expert that is not resident is read again in every step that uses it. Reads
+that hide behind the step's compute are nearly free; beyond that each one makes the step longer for everybody. So it
+computes how many experts should be absent for the best rate of tokens of all requests together, and admits requests
+as far as these pages, and no others, hold them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numba
+import numpy as np
 
 N_EXPAND_PER_STEP = 5
+HIDDEN_SHARE = 0.95
+"""Of a step's compute behind which copies can hide at best."""
+RATE_SLACK = 0.05
 KEEP_SHARE = 0.8
 """A running request that gives way is run again later: what the others gain by it is worth so much."""
+MOST_DECODE_TOKENS = 128
+"""A step with more tokens is one of prompts."""
 _SMOOTHING = 0.2
 _RECORDS = 512
 
@@ -39,25 +46,53 @@ def paper_decision(need_pages: int, free_pages: int, pages_per_expert: float) ->
 
 
 @numba.njit(cache=True, nogil=True, fastmath=False)
-def step_seconds(compute_s: float, link_s: float, hidden_share: float) -> float:
-    """Forecast of a step: transfers of link_s seconds hide behind hidden_share of the compute, the rest adds up."""
-    return compute_s + max(0.0, link_s - hidden_share * compute_s)
+def step_seconds(compute_s: float, link_s: float, exposed_share: float) -> float:
+    """Forecast of a step whose transfers keep the link busy for link_s: a measured share of them does not hide behind
+    the compute, and none of what goes beyond HIDDEN_SHARE of it."""
+    return compute_s + max(exposed_share * link_s, link_s - HIDDEN_SHARE * compute_s)
 
 
 @numba.njit(cache=True, nogil=True, fastmath=False)
-def shrink_pays(
-    n_running: int, is_running: bool, compute_s: float, link_s: float, more_link_s: float, hidden_share: float
-) -> bool:
-    """Whether giving up experts whose reads take more_link_s seconds of every step raises the rate of all requests.
+def offload_target(
+    use_probability: np.ndarray,  # float64 [n_experts]: that a step uses each expert, the coldest expert first
+    expert_link_s: float,
+    pages_per_expert: float,
+    pages_without: float,  # for requests while all experts are resident; negative where they do not even fit
+    pages_per_request: float,
+    n_wanted: float,  # requests that there are to run
+    n_running: float,
+    growing_share: float,  # of compute_s: grows with the number of requests
+    compute_s: float,  # of a step of n_running requests
+    exposed_share: float,
+) -> int:
+    """How many experts should be absent: the fewest that give the best rate of tokens, within RATE_SLACK of it.
 
-    For a new request: (n + 1) / T(more) > n / T(now). For the next pages of one that is_running, the other choice is
-    to let one go: n / T(more) > KEEP_SHARE * (n - 1) / T(now).
+    With A of them absent there are pages for n = min(n_wanted, (pages_without + A k) / pages_per_request) requests,
+    and a step takes T = step_seconds(compute, link time of the A coldest). The rate is n / T.
     """
-    now_s = step_seconds(compute_s, link_s, hidden_share)
-    more_s = step_seconds(compute_s, link_s + more_link_s, hidden_share)
-    if is_running:
-        return n_running * now_s > KEEP_SHARE * (n_running - 1) * more_s
-    return (n_running + 1) * now_s > n_running * more_s
+    n_experts = use_probability.size
+    rates = np.empty(n_experts + 1)
+    link_s = 0.0
+    for n_absent in range(n_experts + 1):
+        if n_absent:
+            link_s += use_probability[n_absent - 1] * expert_link_s
+        n = min(n_wanted, (pages_without + n_absent * pages_per_expert) / pages_per_request)
+        step_compute_s = compute_s * (1.0 + growing_share * (n / n_running - 1.0))
+        rates[n_absent] = n / step_seconds(step_compute_s, link_s, exposed_share)
+    best = rates.max()
+    for n_absent in range(n_experts):
+        if rates[n_absent] >= (1.0 - RATE_SLACK) * best:
+            return n_absent
+    return n_experts
+
+
+@numba.njit(cache=True, nogil=True, fastmath=False)
+def shrink_pays(n_running: int, compute_s: float, link_s: float, more_link_s: float, exposed_share: float) -> bool:
+    """Whether experts give way for the next pages of a running request. The other choice is to let one request go and
+    run it again later: n / T(more) > KEEP_SHARE * (n - 1) / T(now)."""
+    now_s = step_seconds(compute_s, link_s, exposed_share)
+    more_s = step_seconds(compute_s, link_s + more_link_s, exposed_share)
+    return n_running * now_s >= KEEP_SHARE * (n_running - 1) * more_s
 
 
 @numba.njit(cache=True, nogil=True, fastmath=False)
@@ -81,25 +116,29 @@ class StepRates:
     link_bytes: float = 0.0
     """Expert bytes brought because a step used them."""
     link_bytes_per_s: float = 20e9
-    hidden_share: float = 0.9
-    """Share of the compute behind which transfers hide."""
+    exposed_share: float = 0.2
+    """Of the time that the link is busy, how much makes the step longer."""
     n_steps: int = 0
 
     @property
     def link_s(self) -> float:
         return self.link_bytes / self.link_bytes_per_s
 
-    def observe(self, step_s: float, waited_s: float, link_bytes: int, link_busy_s: float) -> None:
-        """A step took step_s, of which it waited_s for transfers; they kept the link busy for link_busy_s."""
+    def observe(self, n_tokens: int, step_s: float, waited_s: float, link_bytes: int, link_busy_s: float) -> None:
+        """A step of n_tokens took step_s, of which it waited_s for transfers; they kept the link busy for link_busy_s.
+
+        Steps with long pieces of prompts say nothing about the steps that answers are made of, and are left out.
+        """
+        if n_tokens > MOST_DECODE_TOKENS:
+            return
         a = _SMOOTHING if self.n_steps else 1.0
         self.n_steps += 1
         self.compute_s += a * (max(step_s - waited_s, 0.0) - self.compute_s)
         self.link_bytes += a * (link_bytes - self.link_bytes)
         if link_busy_s > 0.0 and link_bytes:
             self.link_bytes_per_s += a * (link_bytes / link_busy_s - self.link_bytes_per_s)
-        if link_busy_s > 0.0 and waited_s > 0.05 * step_s and step_s > waited_s:  # how much hides shows under load only
-            hidden = min(1.0, max(0.0, link_busy_s - waited_s) / (step_s - waited_s))
-            self.hidden_share += a * (hidden - self.hidden_share)
+        if 0.1 * self.compute_s < link_busy_s < 0.8 * self.compute_s:  # beyond, it says what cannot hide at all
+            self.exposed_share += a * (min(1.0, waited_s / link_busy_s) - self.exposed_share)
 
 
 @dataclass(frozen=True, slots=True)

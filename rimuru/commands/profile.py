@@ -1,0 +1,57 @@
+"""rimuru profile: which experts a text uses, written beside the model, where loading finds it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rimuru.base.errors import BadInputError
+from rimuru.commands.common import note, open_llm, read_text
+from rimuru.experts.hotset import HotsetProfile, profile_path, save_profile
+from rimuru.llm import LLM
+
+
+def profile(args: argparse.Namespace) -> int:
+    """Run the text through the model and write the counts."""
+    text = read_text(args.file)
+    with open_llm(args) as llm:
+        found = measure(llm, llm.tokenize(text))
+        layout = llm.loaded.layout.expert
+        assert layout is not None
+        path = Path(args.output) if args.output else profile_path(llm.loaded.gguf.path)
+        save_profile(found, layout, path)
+    if not args.quiet:
+        half = _experts_for_half(found)
+        note(f"{path}: {found.n_tokens} tokens; half of all choices fall on {half:.0%} of the experts")
+    return 0
+
+
+def measure(llm: LLM, ids: list[int]) -> HotsetProfile:
+    """Counts of a text, in windows of the context length. Raises BadInputError without experts or text."""
+    loaded = llm.loaded
+    if loaded.layout.expert is None or loaded.store is None:
+        raise BadInputError("this model has no routed experts: there is nothing to profile")
+    if len(ids) < 2:
+        raise BadInputError("the text is too short to profile")
+    engine, residency = loaded.engine, loaded.store.residency
+    before = residency.n_chosen.copy()
+    for start in range(0, len(ids), engine.context_length):
+        for _ in engine.score(ids[start : start + engine.context_length], engine.scheduler.max_step_tokens):
+            pass
+    counts = residency.n_chosen - before
+    if not counts.any():
+        raise BadInputError("routing cannot be counted on this device; profile with --device cpu")
+    layers = tuple(layer.layer for layer in loaded.layout.expert.layers)
+    name = loaded.config.name or loaded.gguf.path.name
+    return HotsetProfile(loaded.config.architecture, name, len(ids), layers, counts)
+
+
+def _experts_for_half(profile: HotsetProfile) -> float:
+    """Share of the experts that half of all choices fall on."""
+    counts = sorted(profile.counts.ravel().tolist(), reverse=True)
+    total, seen = sum(counts), 0
+    for number, n in enumerate(counts, 1):
+        seen += n
+        if 2 * seen >= total:
+            return number / len(counts)
+    return 1.0

@@ -1,0 +1,107 @@
+"""A store of experts without experts: residency, pages and decisions are real, copies are bytes in a queue."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from rimuru.experts.residency import ResidencyPolicy
+from rimuru.experts.residents import ResidentSet
+from rimuru.memory.adjuster import StepRates
+from rimuru.memory.page_pool import PagePool
+from rimuru.memory.specs import ExpertLayout
+from rimuru.memory.views import ExpertView
+
+MOST_COUNTED_TOKENS = 96
+
+
+class SimulatedStore(ResidentSet):
+    """See ResidentSet. `use` stands for the layers of a step, `pass_bytes` for the link."""
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        pool: PagePool,
+        quotas: list[int] | None,
+        may_grow: Callable[[int], bool],
+        fill_on_read: bool,
+        residency: ResidencyPolicy,
+    ) -> None:
+        super().__init__(layout, pool, ExpertView(pool), quotas, may_grow, fill_on_read, residency)
+        self.rates = StepRates()
+        self.n_asked = self.n_hits = self.n_expanded = 0
+        self._queue: deque[tuple[int, int, np.ndarray]] = deque()
+        self.queued_bytes = 0.0
+        """Of expansions that the link still has to carry."""
+        self._bytes = [layer.useful_bytes for layer in layout.layers]
+
+    # ---- filling at start
+    def preload(self) -> int:
+        """Make experts resident, the hottest first, until quotas or pages end; how many."""
+        n_before = self.residency.n_resident
+        for slot, expert in self.residency.hottest():
+            pages = self._grow(slot, 0)
+            if pages is not None:
+                self.settle(slot, expert, pages)
+        return self.residency.n_resident - n_before
+
+    # ---- a step
+    def use(self, counts: np.ndarray, n_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A step uses these experts, int32 [n_slots, width] choices. Bytes float64 [n_slots] of the experts that are
+        used, used but absent, and absent at all; with fill on read, missed ones are resident afterwards."""
+        residency = self.residency
+        residency.begin_step(max(1, min(n_tokens, MOST_COUNTED_TOKENS)))
+        n_slots = len(self._bytes)
+        used, missed = np.zeros(n_slots), np.zeros(n_slots)
+        absent = (residency.exists & ~residency.resident).sum(axis=1) * np.array(self._bytes, np.float64)
+        is_used = counts > 0
+        for slot, expert in [(s, e) for s, e, _ in self._queue if is_used[s, e]]:
+            self._arrive(slot, expert)  # its copy is in the queue already
+        is_missed = is_used & ~residency.resident
+        n_used, n_missed = is_used.sum(axis=1), is_missed.sum(axis=1)
+        self.n_asked += int(n_used.sum())
+        self.n_hits += int(n_used.sum() - n_missed.sum())
+        for slot in range(n_slots):
+            experts = np.flatnonzero(is_used[slot])
+            residency.touch(slot, experts, counts[slot, experts])
+            used[slot], missed[slot] = n_used[slot] * self._bytes[slot], n_missed[slot] * self._bytes[slot]
+            if n_missed[slot]:
+                for expert, pages in self.claim_pages(slot, experts, np.flatnonzero(is_missed[slot])):
+                    self.settle(slot, expert, pages)
+        return used, missed, absent
+
+    # ---- the link
+    def loading(self) -> set[tuple[int, int]]:
+        """See ResidentSet.loading."""
+        return {(slot, expert) for slot, expert, _ in self._queue}
+
+    def start_read(self, slot: int, expert: int, pages: np.ndarray) -> None:
+        """See ResidentSet.start_read."""
+        self.n_expanded += 1
+        self.queued_bytes += self._bytes[slot]
+        self._queue.append((slot, expert, pages))
+
+    def finish_reads(self) -> None:
+        """See ResidentSet.finish_reads. The link still has to carry them."""
+        while self._queue:
+            self.settle(*self._queue.popleft())
+
+    def pass_bytes(self, n_bytes: float) -> None:
+        """The link had time for n_bytes of the queue: experts whose last byte came are resident."""
+        self.queued_bytes = max(0.0, self.queued_bytes - n_bytes)
+        behind = sum(self._bytes[slot] for slot, _, _ in self._queue)
+        while self._queue:
+            behind -= self._bytes[self._queue[0][0]]
+            if self.queued_bytes > behind + 0.5:
+                return
+            self.settle(*self._queue.popleft())
+
+    def _arrive(self, slot: int, expert: int) -> None:
+        """A queued expert is needed now: it goes first."""
+        for number, (s, e, pages) in enumerate(self._queue):
+            if (s, e) == (slot, expert):
+                del self._queue[number]
+                self.settle(slot, expert, pages)
+                return

@@ -1,0 +1,137 @@
+"""How long a step takes: layers one after the other on the device, expert copies beside them on the link.
+
+Ways to bring absent experts, as in the engine; the fastest by forecast is taken for each step:
+
+    in place    the expert kernel reads what is used and absent over the link while it reads the rest from memory
+    prefetch    all absent experts of a layer are copied while the layer before computes
+    predicted   those that the layer before predicts are copied early, what it missed is read in place
+    blocking    (where all of these are turned off) copied when the router has chosen, then computed
+
+Copies of the adjuster's expansions are in the link's queue ahead of all others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rimuru.simulate.cards import Card
+from rimuru.simulate.model_cost import ModelCost
+
+PREDICTED_SHARE = 0.79
+"""Of the next layer's experts that applying its router to this layer's hidden state names correctly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """Switches of the ways to bring experts."""
+
+    in_place: bool = True
+    prefetch: bool = True
+    prediction: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What a step has to do. Arrays float64 [n_layers]: experts' bytes that are used, used but absent, all absent."""
+
+    n_tokens: int
+    n_logit_rows: int
+    context_tokens: int
+    """Tokens of context that attention reads, all sequences together."""
+    n_sequences: int
+    used_bytes: np.ndarray
+    missed_bytes: np.ndarray
+    absent_bytes: np.ndarray
+    queued_bytes: float
+    """Expansions in the link's queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds, and what went over the link for it (expansions not counted)."""
+
+    step_s: float
+    compute_s: float
+    """Without any transfers."""
+    link_bytes: float
+    link_s: float
+    way: str
+
+
+class TimeModel:
+    """Times of one model on one card. disk_share: share of the absent experts that is not in RAM."""
+
+    def __init__(self, cost: ModelCost, card: Card, ways: Ways, disk_share: float = 0.0) -> None:
+        self.cost, self.card, self.ways = cost, card, ways
+        rate = 1.0 / (card.pcie_gbps * 1e9)
+        self.seconds_per_byte = (1.0 - disk_share) * rate + disk_share * max(rate, 1.0 / (card.disk_gbps * 1e9))
+
+    def step(self, load: StepLoad) -> StepTime:
+        """The fastest way for this step."""
+        cost, card = self.cost, self.card
+        reads = cost.dense_bytes + load.context_tokens * cost.context_bytes + load.n_sequences * cost.state_bytes
+        dense = np.maximum(
+            reads / card.memory_bytes_per_s, load.n_tokens * cost.dense_operations / card.operations_per_s
+        )
+        dense += card.layer_overhead_us * 1e-6
+        computing = load.n_tokens * cost.expert_operations / card.operations_per_s
+        experts = np.maximum(load.used_bytes / card.memory_bytes_per_s, computing)
+        local = np.maximum((load.used_bytes - load.missed_bytes) / card.memory_bytes_per_s, computing)
+        ends = card.step_overhead_us * 1e-6 + max(
+            cost.head_bytes / card.memory_bytes_per_s, load.n_logit_rows * cost.head_operations / card.operations_per_s
+        )
+        compute_s = float(dense.sum() + experts.sum() + ends)
+        if not load.missed_bytes.any():
+            queue_s = load.queued_bytes * self.seconds_per_byte
+            return StepTime(max(compute_s, queue_s), compute_s, 0.0, 0.0, "resident")
+        return min(
+            (self._walk(way, dense, experts, local, load, ends, compute_s) for way in self._ways()),
+            key=lambda time: time.step_s,
+        )
+
+    def _ways(self) -> list[str]:
+        ways = ["in place"] if self.ways.in_place else []
+        ways += ["prefetch"] if self.ways.prefetch else []
+        ways += ["predicted"] if self.ways.prefetch and self.ways.prediction and self.ways.in_place else []
+        return ways or ["blocking"]
+
+    def _walk(
+        self, way: str, dense: np.ndarray, experts: np.ndarray, local: np.ndarray, load: StepLoad, ends: float,
+        compute_s: float,
+    ) -> StepTime:  # fmt: skip
+        """Follow the layers: `now` on the device, `link` = when the link is free again."""
+        early, late = self._bytes(way, load)
+        early_s, late_s = (early * self.seconds_per_byte).tolist(), (late * self.seconds_per_byte).tolist()
+        now, link, previous = 0.0, load.queued_bytes * self.seconds_per_byte, 0.0
+        in_place = way in ("in place", "predicted")
+        for dense_s, expert_s, local_s, copy_s, read_s in zip(
+            dense.tolist(), experts.tolist(), local.tolist(), early_s, late_s, strict=True
+        ):
+            if copy_s:  # begins with the layer before: its buffer is free then
+                link = max(link, previous) + copy_s
+            previous = now
+            now += dense_s
+            if copy_s:
+                now = max(now, link)
+            if not read_s:
+                now += expert_s
+            elif in_place:
+                link = max(link, now) + read_s
+                now = max(now + local_s, link)
+            else:
+                link = max(link, now) + read_s
+                now = link + expert_s
+        step_s = max(now + ends, link)
+        link_bytes = float(early.sum() + late.sum())
+        return StepTime(step_s, compute_s, link_bytes, link_bytes * self.seconds_per_byte, way)
+
+    @staticmethod
+    def _bytes(way: str, load: StepLoad) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes per layer that are copied ahead of the layer, and that are read when it runs."""
+        if way == "prefetch":
+            return np.where(load.missed_bytes > 0, load.absent_bytes, 0.0), np.zeros_like(load.missed_bytes)
+        if way == "predicted":  # as many as will be missed are named; the wrong ones are copied in vain
+            return load.missed_bytes, (1.0 - PREDICTED_SHARE) * load.missed_bytes
+        return np.zeros_like(load.missed_bytes), load.missed_bytes
