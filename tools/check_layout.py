@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks that the tree keeps its shape: layers of imports, fences around device libraries, sizes, the step on one screen.
+"""Checks that the tree keeps its shape: layers of imports, fences around device libraries, sizes, a short step.
 
     python tools/check_layout.py
 
