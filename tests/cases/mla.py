@@ -111,8 +111,8 @@ HEAD_LINEAR_CASES: tuple[Case, ...] = (
         for fmt in ENGINE_FORMATS
         for n_tokens in (1, 9)
     ],
-    head_linear_case("q8_0", 1, 1, 5, 32),
-    head_linear_case("q8_0", 70, 2, 33, 96, 8),
+    head_linear_case("q8_0", 1, 1, 8, 32),
+    head_linear_case("q8_0", 70, 2, 36, 96, 8),
     head_linear_case("bf16", 2, 40, 16, 64, 64),
     head_linear_case("q4_0", 3, 57, 8, 32),
     head_linear_case("q5_k", 5, 2, 600, 256),
