@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rimuru.formats.quants import ENGINE_FORMATS
-from rimuru.ops.cuda import attention, embed, loader, pointwise, recurrent, sampling
+from rimuru.ops.cuda import attention, embed, head_linear, loader, pointwise, recurrent, sampling
 from rimuru.ops.cuda.launch import Kernel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -46,10 +46,11 @@ RECURRENT = [
 KERNELS = [
     *pointwise.KERNELS, *sampling.KERNELS, *APPEND, *DECODE, *PREFILL, *RECURRENT,
     *(embed.embed_kernel(fmt.name) for fmt in ENGINE_FORMATS),
+    *(head_linear.head_linear_kernel(fmt.name) for fmt in ENGINE_FORMATS),
 ]  # fmt: skip
 ONE_OF_EACH = [
     pointwise.KERNELS[0], pointwise.KERNELS[3], sampling.KERNELS[0], APPEND[1], DECODE[0], PREFILL[0], RECURRENT[0],
-    RECURRENT[6], RECURRENT[10], RECURRENT[12], embed.embed_kernel("q4_k"),
+    RECURRENT[6], RECURRENT[10], RECURRENT[12], embed.embed_kernel("q4_k"), head_linear.head_linear_kernel("q8_0"),
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import emulate
 from cases import attention as attention_cases
+from cases import mla as mla_cases
 from cases import pointwise as pointwise_cases
 from cases import recurrent as recurrent_cases
 from cases import sampling as sampling_cases
@@ -62,11 +63,14 @@ class EmulatedFamilies:
     name = "cuda, emulated"
 
     def __init__(self, deterministic: bool = False) -> None:
-        from rimuru.ops.cuda import attention, matmul, pointwise, recurrent, sampling
+        from rimuru.ops.cuda import attention, embed, head_linear, matmul, pointwise, recurrent, sampling
 
         for module, verbs in (
             (pointwise, "rms_norm add_norm gated_norm glu multiply row_gate gather_rows finish_logits"),
             (attention, "prepare_qkv"),
+            (matmul, "linear"),
+            (head_linear, "head_linear"),
+            (embed, "embed"),
             (recurrent, "conv_update delta_net mamba2 mamba1"),
         ):
             for verb in verbs.split():
@@ -75,6 +79,11 @@ class EmulatedFamilies:
         self.attention = attention.Attention(deterministic)
         self.sample = sampling.Sampler()
         self.sample._staged = HostStaged()  # type: ignore[assignment]
+
+    def weight(self, raw: np.ndarray, fmt: Any, n_in: int) -> Any:
+        weight = self._matmul.weight(raw, fmt, n_in)
+        weight.data = weight.data.view(HostArray)
+        return weight
 
     def act(self, n_tokens: int, width: int) -> Act:
         return self._matmul.act(n_tokens, width)
@@ -147,6 +156,15 @@ def test_attention(case: Case, ops: EmulatedFamilies) -> None:
 def test_prepare_qkv(case: Case, ops: EmulatedFamilies) -> None:
     if "bf16" in case.name:
         pytest.skip("the host has no bf16 conversions")
+    inputs = case.inputs()
+    compare(case.run(ops, inputs), case.expected(inputs), 2e-5, case.tolerances)  # type: ignore[arg-type]
+
+
+LATENT = [c for c in (*mla_cases.HEAD_LINEAR_CASES[::3], *mla_cases.LATENT_ROW_CASES[:2]) if c.kind == "edge"]
+
+
+@pytest.mark.parametrize("case", LATENT, ids=lambda case: case.name)
+def test_latent_attention(case: Case, ops: EmulatedFamilies) -> None:
     inputs = case.inputs()
     compare(case.run(ops, inputs), case.expected(inputs), 2e-5, case.tolerances)  # type: ignore[arg-type]
 
