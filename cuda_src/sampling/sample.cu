@@ -4,6 +4,9 @@
 // argmax     the largest logit of each row, lowest id on ties (grid: parts, rows; the last part of a row folds)
 // draw       top_k, top_p, min_p, then a draw at the temperature, in id order (grid: rows)
 //
+// A row is read twice to find its candidates, the tokens within RANGE of the largest logit. Where they hold all that the
+// filters can keep, and are at most CANDIDATES, the rest works on that list in shared memory, else on the whole row.
+//
 // Masses are integers, exp(l - max) * 2^40, so that sums are exact and have no order. A filter's result is a key (the
 // order-preserving integer of a logit) and how many of the tokens equal to it are kept, lowest ids first; the key is found
 // by radix descent over 11 + 11 + 10 bits.
@@ -16,6 +19,9 @@ typedef unsigned long long u64;
 #define BINS 2048
 #define COPIES 4  // of the histogram, by lane: fewer lanes meet in one bin
 #define UNIT 1099511627776.0f  // 2^40
+#define CANDIDATES 4096
+#define RANGE 12.0f
+#define AHEAD 8  // logits of a thread under way at once
 
 __device__ __forceinline__ unsigned key_of(float l) {
     unsigned bits = __float_as_uint(l);
@@ -146,8 +152,21 @@ __device__ __forceinline__ int find_bin(u64* histogram, u64 target, Draw& s, u64
     return bin;
 }
 
-// Radix descent: the largest key such that the weights of the tokens with at least that key, within `within`, reach `target`.
-// `before` gets the weight above that key.
+// f(i, l[i]) for i = first, first + step, ... below end, with AHEAD loads under way.
+template <typename F>
+__device__ __forceinline__ void for_each(const float* l, int first, int step, int end, F f) {
+    for (int base = first; base < end; base += AHEAD * step) {
+        float v[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) v[j] = base + j * step < end ? l[base + j * step] : 0.0f;
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++)
+            if (base + j * step < end) f(base + j * step, v[j]);
+    }
+}
+
+// Radix descent: the largest key such that the weights of the tokens with at least that key reach `target`. `before` gets
+// the weight above that key.
 template <typename Weight>
 __device__ __forceinline__ unsigned descend(const float* l, int n, u64* histogram, u64 target, Draw& s, u64& before,
                                             Weight weight) {
@@ -158,12 +177,11 @@ __device__ __forceinline__ unsigned descend(const float* l, int n, u64* histogra
         unsigned digits = pass == 2 ? 1023u : 2047u;
         for (int i = threadIdx.x; i < BINS * COPIES; i += THREADS) histogram[i] = 0;
         __syncthreads();
-        for (int i = threadIdx.x; i < n; i += THREADS) {
-            unsigned key = key_of(l[i]);
-            if ((key & known) != prefix) continue;
-            u64 w = weight(key, l[i]);
+        for_each(l, threadIdx.x, THREADS, n, [&](int, float v) {
+            unsigned key = key_of(v);
+            u64 w = (key & known) == prefix ? weight(key, v) : (u64)0;
             if (w) atomicAdd(&histogram[((key >> shift) & digits) * COPIES + (threadIdx.x & (COPIES - 1))], w);
-        }
+        });
         __syncthreads();
         u64 above;
         int bin = find_bin(histogram, target - before, s, above);
@@ -174,32 +192,95 @@ __device__ __forceinline__ unsigned descend(const float* l, int n, u64* histogra
     return prefix;
 }
 
-// The id after the last of the `keep` lowest ids whose key is `key`; n_vocab where all are kept.
-__device__ __forceinline__ int equal_limit(const float* l, int n, unsigned key, u64 keep, Draw& s) {
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, segment = (n + 31) / 32;
-    int begin = warp * segment, end = min(n, begin + segment);
-    u64 count = 0;
-    for (int i = begin + lane; i < end; i += 32) count += key_of(l[i]) == key;
-    for (int offset = 16; offset > 0; offset >>= 1) count += __shfl_xor_sync(FULL_WARP, count, offset);
-    if (lane == 0) s.sums[warp] = count;
-    if (threadIdx.x == 0) s.bin = n;
+__device__ __forceinline__ u64 warp_total(u64 v) {
+    for (int offset = 16; offset > 0; offset >>= 1) v += __shfl_xor_sync(FULL_WARP, v, offset);
+    return v;
+}
+
+// A warp has the ids [begin, end) of a row.
+struct Segment {
+    int begin, end;
+};
+
+__device__ __forceinline__ Segment segment_of(int n) {
+    int size = (n + THREADS / 32 - 1) / (THREADS / 32), begin = min(n, (int)(threadIdx.x >> 5) * size);
+    return {begin, min(n, begin + size)};
+}
+
+// Sum of the warps' values before this warp's, and of all. Every lane of a warp brings the warp's value.
+__device__ __forceinline__ u64 sum_before(u64 mine, Draw& s, u64& total) {
+    int warp = threadIdx.x >> 5;
+    if ((threadIdx.x & 31) == 0) s.sums[warp] = mine;
     __syncthreads();
     u64 before = 0;
-    for (int i = 0; i < warp; i++) before += s.sums[i];
-    if (before < keep && before + count > keep)
-        for (int base = begin; base < end; base += 32) {
+    total = 0;
+    for (int i = 0; i < THREADS / 32; i++) {
+        if (i == warp) before = total;
+        total += s.sums[i];
+    }
+    __syncthreads();
+    return before;
+}
+
+// The id after the last of the `keep` lowest ids whose key is `key`; n where all are kept.
+__device__ __forceinline__ int equal_limit(const float* l, int n, unsigned key, u64 keep, Draw& s) {
+    int lane = threadIdx.x & 31;
+    Segment mine = segment_of(n);
+    u64 count = 0, total;
+    for_each(l, mine.begin + lane, 32, mine.end, [&](int, float v) { count += key_of(v) == key; });
+    count = warp_total(count);
+    if (threadIdx.x == 0) s.bin = n;
+    u64 before = sum_before(count, s, total);
+    if (before < keep && before + count >= keep && total > keep)
+        for (int base = mine.begin; base < mine.end; base += 32) {
             int i = base + lane;
-            unsigned hit = __ballot_sync(FULL_WARP, i < end && key_of(l[i]) == key);
-            u64 until = before + __popc(hit & (2u << lane) - 1u);
+            unsigned hit = __ballot_sync(FULL_WARP, i < mine.end && key_of(l[i]) == key);
+            u64 until = before + __popc(hit & ((2u << lane) - 1u));
             if ((hit >> lane & 1u) && until == keep) s.bin = i + 1;
             before += __popc(hit);
         }
-    else if (before == keep && count > 0 && lane == 0)
-        atomicMin(&s.bin, begin);  // the keep-th lies in an earlier segment, which it ends
     __syncthreads();
     int limit = s.bin;
     __syncthreads();
     return limit;
+}
+
+// Values and ids of the tokens within RANGE of `largest`, in id order.
+struct Candidates {
+    float values[CANDIDATES];
+    int ids[CANDIDATES];
+};
+
+// How many candidates there are (0: the row must be used whole), and the masses of the candidates and of the row.
+__device__ __forceinline__ int gather(const float* l, int n, float largest, Candidates& to, Draw& s, u64& mass_in, u64& mass_all) {
+    int lane = threadIdx.x & 31;
+    Segment mine = segment_of(n);
+    u64 count = 0, in = 0, all = 0, total;
+    for_each(l, mine.begin + lane, 32, mine.end, [&](int, float v) {
+        u64 mass = (u64)(expf(v - largest) * UNIT);
+        all += mass;
+        if (v >= largest - RANGE) count++, in += mass;
+    });
+    sum_before(warp_total(in), s, mass_in);
+    sum_before(warp_total(all), s, mass_all);
+    u64 before = sum_before(warp_total(count), s, total);
+    if (total > CANDIDATES) return 0;
+    int at = (int)before;
+    for (int base = mine.begin; base < mine.end; base += 32 * AHEAD) {
+        float v[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) v[j] = base + 32 * j + lane < mine.end ? l[base + 32 * j + lane] : NEGATIVE_INFINITY;
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            bool inside = v[j] >= largest - RANGE;
+            unsigned hit = __ballot_sync(FULL_WARP, inside);
+            int place = at + __popc(hit & ((1u << lane) - 1u));
+            if (inside) to.values[place] = v[j], to.ids[place] = base + 32 * j + lane;
+            at += __popc(hit);
+        }
+    }
+    __syncthreads();
+    return (int)total;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -209,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
          const int* __restrict__ top_k,         // [R]
          int* __restrict__ out_ids,             // [R]
          int parts, int n_vocab) {
-    extern __shared__ __align__(8) u64 histogram[];  // [BINS, COPIES]
+    extern __shared__ __align__(16) u64 histogram[];  // [BINS, COPIES], then Candidates
     __shared__ Draw s;
     int row = blockIdx.x;
     const float* p = parameters + row * 4;
@@ -219,61 +300,80 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     u64 top_rank = best[row * parts];
     float largest = logit_of((unsigned)(top_rank >> 32));
     auto mass = [&](float v) { return (u64)(expf(v - largest) * UNIT); };
+    Candidates& candidates = *(Candidates*)(histogram + BINS * COPIES);
+    const int* ids = nullptr;
+    int n = n_vocab, k = top_k[row] < n_vocab ? top_k[row] : 0;
+    u64 mass_all = 0;
+    if (k > 0 || top_p < 1.0f || min_p > 0.0f) {
+        u64 mass_in;
+        int found = gather(l, n_vocab, largest, candidates, s, mass_in, mass_all);
+        bool all_kept_inside = k > 0 ? k <= found
+                               : top_p < 1.0f ? (double)mass_in >= (double)top_p * (double)mass_all
+                                              : min_p > 1.01f * expf(-RANGE);
+        if (found > 0 && all_kept_inside) l = candidates.values, ids = candidates.ids, n = found;
+    }
     Cut cut{0u, ~0ull};
-    int k = top_k[row];
-    if (k > 0 && k < n_vocab) {
+    if (k > 0 && k < n) {
         u64 above;
-        cut.key = descend(l, n_vocab, histogram, (u64)k, s, above, [](unsigned, float) { return (u64)1; });
+        cut.key = descend(l, n, histogram, (u64)k, s, above, [](unsigned, float) { return (u64)1; });
         cut.equal = (u64)k - above;
     }
     if (top_p < 1.0f) {
-        u64 sum = 0;
-        for (int i = threadIdx.x; i < n_vocab; i += THREADS)
-            if (key_of(l[i]) > cut.key) sum += mass(l[i]);
-        u64 kept = block_sum(sum, s);
-        if (k > 0 && k < n_vocab) kept += cut.equal * mass(logit_of(cut.key));
+        u64 kept = mass_all;
+        if (k > 0) {
+            u64 sum = 0;
+            for_each(l, threadIdx.x, THREADS, n, [&](int, float v) {
+                if (key_of(v) > cut.key) sum += mass(v);
+            });
+            kept = block_sum(sum, s);
+            if (cut.equal != ~0ull) kept += cut.equal * mass(logit_of(cut.key));
+        }
         u64 target = (u64)((double)kept * (double)top_p);
         target = target < 1 ? 1 : target;  // at least the likeliest token
         u64 above;
-        unsigned key = descend(l, n_vocab, histogram, target, s, above,
+        unsigned key = descend(l, n, histogram, target, s, above,
                                [&](unsigned key, float v) { return key >= cut.key ? mass(v) : (u64)0; });
         u64 each = mass(logit_of(key)), equal = each ? (target - above + each - 1) / each : 1;
         if (key > cut.key) cut = Cut{key, equal};
         else cut.equal = min(cut.equal, equal);
     }
-    int limit = cut.equal == ~0ull ? n_vocab : equal_limit(l, n_vocab, cut.key, cut.equal, s);
+    int limit = cut.equal == ~0ull ? n : equal_limit(l, n, cut.key, cut.equal, s);
     float inverse = 1.0f / temperature;
     // weight of a token in the draw, 0 where a filter dropped it
-    auto weight = [&](int i) -> u64 {
-        float v = l[i];
+    auto weight = [&](int i, float v) -> u64 {
         unsigned key = key_of(v);
         if (key < cut.key || (key == cut.key && i >= limit)) return 0;
         if (min_p > 0.0f && v < largest && expf(v - largest) < min_p) return 0;
-        // a difference times a huge 1 / temperature may be -inf, whose exponential is 0; 0 * inf is avoided
+        // 0 times an infinite 1 / temperature is avoided; a difference times it may be -inf, whose exponential is 0
         return v == largest ? (u64)UNIT : (u64)(expf((v - largest) * inverse) * UNIT);
     };
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, segment = (n_vocab + 31) / 32;
-    int begin = warp * segment, end = min(n_vocab, begin + segment);
-    u64 sum = 0;
-    for (int i = begin + lane; i < end; i += 32) sum += weight(i);
-    for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(FULL_WARP, sum, offset);
-    if (lane == 0) s.sums[warp] = sum;
-    __syncthreads();
-    u64 total = 0, before = 0;
-    for (int i = 0; i < THREADS / 32; i++) {
-        if (i == warp) before = total;
-        total += s.sums[i];
-    }
+    int lane = threadIdx.x & 31;
+    Segment mine = segment_of(n);
+    u64 sum = 0, total;
+    for_each(l, mine.begin + lane, 32, mine.end, [&](int i, float v) { sum += weight(i, v); });
+    sum = warp_total(sum);
+    u64 before = sum_before(sum, s, total);
     u64 target = min((u64)((double)uniform * (double)total), total - 1);
-    if (before <= target && target < before + sum) {
-        for (int base = begin; base < end; base += 32) {
-            u64 w = base + lane < end ? weight(base + lane) : 0, scan = w;
+    if (before > target || target >= before + sum) return;
+    // The warp whose segment has the target: blocks of 32 AHEAD ids, then 32 ids.
+    for (int block = mine.begin; block < mine.end; block += 32 * AHEAD) {
+        int end = min(mine.end, block + 32 * AHEAD);
+        u64 part = 0;
+        for_each(l, block + lane, 32, end, [&](int i, float v) { part += weight(i, v); });
+        part = warp_total(part);
+        if (before + part <= target) {
+            before += part;
+            continue;
+        }
+        for (int base = block; base < end; base += 32) {
+            u64 w = base + lane < end ? weight(base + lane, l[base + lane]) : 0, scan = w;
             for (int offset = 1; offset < 32; offset <<= 1) {
                 u64 v = __shfl_up_sync(FULL_WARP, scan, offset);
                 if (lane >= offset) scan += v;
             }
-            if (target >= before + scan - w && target < before + scan) out_ids[row] = base + lane;
+            if (target >= before + scan - w && target < before + scan) out_ids[row] = ids ? ids[base + lane] : base + lane;
             before += __shfl_sync(FULL_WARP, scan, 31);
         }
+        return;
     }
 }

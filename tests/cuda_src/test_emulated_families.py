@@ -27,6 +27,7 @@ from rimuru.arch.spec import DeltaNetSpec, Mamba1Spec, Mamba2Spec
 from rimuru.batch import Batch
 from rimuru.ops.base import Act, Step
 from rimuru.ops.cuda.launch import Kernel
+from rimuru.ops.reference import ReferenceOps
 
 pytestmark = pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler")
 
@@ -188,6 +189,24 @@ def test_sampling(case: Case, ops: EmulatedFamilies) -> None:
     inputs = case.inputs()
     got, want = case.run(ops, inputs), case.expected(inputs)  # type: ignore[arg-type]
     assert all(np.array_equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("scale", [0.4, 3.0, 30.0])
+def test_filters_with_equal_logits(scale: float, ops: EmulatedFamilies) -> None:
+    """All candidates, some, or fewer than top_k; logits are rounded, so that borders fall among equal ones."""
+    rng = np.random.default_rng(int(scale * 10))
+    n_rows, n_vocab = 12, 300
+    params = sampling_cases.random_params(rng, n_rows, n_vocab)
+    params.repetition_penalty[:] = 1.0
+    params.top_k[:6] = [1, 7, 40, 0, 200, 0]
+    params.top_p[:6] = [1.0, 0.8, 1.0, 0.6, 0.95, 1.0]
+    params.temperature[:] = 1.5
+    logits = np.round(rng.standard_normal((n_rows, n_vocab)) * scale).astype(np.float32)
+    logits += np.float32(0.25)  # sums of masses stay clear of exact ties with the drawn number
+    want, got = np.zeros(n_rows, np.int32), ops.empty((n_rows,), np.int32)
+    ReferenceOps(np.float64).sample(logits.astype(np.float64), params, want)
+    ops.sample(ops.upload(logits), params, got)
+    assert np.array_equal(ops.download(got), want)
 
 
 def test_the_cases_cover_what_they_name() -> None:

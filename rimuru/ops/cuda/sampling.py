@@ -12,7 +12,9 @@ from rimuru.ops.cuda.device import StagedBytes
 from rimuru.ops.cuda.launch import Kernel
 
 _ARGMAX_THREADS, _DRAW_THREADS = 256, 1024
-_DRAW_SHARED_BYTES = 2048 * 4 * 8
+_DRAW_SHARED_BYTES = 2048 * 4 * 8 + 4096 * 8
+"""Histogram and candidates of the draw kernel."""
+
 _MAX_PARTS = 64
 
 _penalise = Kernel(
