@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from rimuru.base.errors import AuditError
-from rimuru.experts.residency_jit import coldest_of_layer, note_uses, smallest
+from rimuru.experts.residency_jit import note_uses, smallest
 from rimuru.memory.specs import ExpertLayout
 
 ResidencyPolicy = Literal["auto", "hotset", "recency"]
@@ -106,13 +106,17 @@ class Residency:
             return self.last_used[slot] + np.minimum(shares, 0.999) + self._tie
         return shares + self._tie
 
-    def victim(self, slot: int, in_use: np.ndarray, newcomer: int) -> int | None:
-        """The coldest resident of a layer that is not in_use (bool [width]) and may give way to the newcomer."""
+    def exchanges(self, slot: int, in_use: np.ndarray, newcomers: np.ndarray) -> list[tuple[int, int]]:
+        """(newcomer, victim) for those of the newcomers, the hottest first, to whom a colder resident of the layer may
+        give way; nobody who is in_use (bool [width]) leaves."""
         keys = self.keys(slot)
-        found = int(coldest_of_layer(keys, self.resident[slot], in_use))
-        if found < 0 or (not self.by_recency and keys[found] >= keys[newcomer]):
-            return None
-        return found
+        leaving = np.flatnonzero(self.resident[slot] & ~in_use)
+        leaving = leaving[np.argsort(keys[leaving], kind="stable")]
+        entering = newcomers[np.argsort(-keys[newcomers], kind="stable")]
+        n = min(len(leaving), len(entering))
+        if not self.by_recency:
+            n = int(np.count_nonzero(keys[leaving[:n]] < keys[entering[:n]]))
+        return list(zip(entering[:n].tolist(), leaving[:n].tolist(), strict=True))
 
     def coldest(self, n_experts: int) -> list[tuple[int, int]]:
         """(slot, expert) of the n coldest residents over all layers, the coldest first."""

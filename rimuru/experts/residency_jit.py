@@ -57,13 +57,3 @@ def note_uses(
         last_used[experts[i]] = step
         scores[experts[i]] += weight * counts[i]
         n_chosen[experts[i]] += counts[i]
-
-
-@numba.njit(cache=True, nogil=True, fastmath=False)
-def coldest_of_layer(keys: np.ndarray, resident: np.ndarray, in_use: np.ndarray) -> int:
-    """The resident not in use with the smallest key, the lowest id on ties; -1 = none. All [E]."""
-    found = -1
-    for e in range(keys.size):
-        if resident[e] and not in_use[e] and (found < 0 or keys[e] < keys[found]):
-            found = e
-    return found

@@ -48,19 +48,18 @@ class ResidentSet:
         fills: list[tuple[int, np.ndarray]] = []
         if not self.fill_on_read:
             return fills
-        busy = np.zeros(self.residency.resident.shape[1], np.bool_)
-        busy[in_use] = True
         for expert in missing.tolist():
             pages = self._grow(slot, len(fills))
             if pages is None:
-                victim = self.residency.victim(slot, busy, expert)
-                if victim is None:
-                    if self.residency.by_recency or not (self.residency.resident[slot] & ~busy).any():
-                        break  # nobody may leave for the others either
-                    continue
+                break
+            fills.append((expert, pages))
+        if len(fills) < len(missing):
+            busy = np.zeros(self.residency.resident.shape[1], np.bool_)
+            busy[in_use] = True
+            for expert, victim in self.residency.exchanges(slot, busy, missing[len(fills) :]):
                 pages = self.take_out(slot, victim)
                 self._pin(pages)
-            fills.append((expert, pages))
+                fills.append((expert, pages))
         return fills
 
     def _grow(self, slot: int, n_claimed: int) -> np.ndarray | None:

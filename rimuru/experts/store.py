@@ -148,7 +148,7 @@ class HostExpertStore(ResidentSet):
         fills = self.claim_pages(slot, experts, missing)
         half = len(self._buffers) // 2
         halves = (self._buffers[:half], self._buffers[half:])
-        rest = missing[len(fills) :]
+        rest = missing[~np.isin(missing, [expert for expert, _ in fills])]
         groups = [rest[i : i + half] for i in range(0, len(rest), half)] or [rest]
         pending = self._read_all(slot, fills + list(zip(groups[0].tolist(), halves[0], strict=False)))
         unsettled = fills

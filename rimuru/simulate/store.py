@@ -32,6 +32,7 @@ class SimulatedStore(ResidentSet):
         super().__init__(layout, pool, ExpertView(pool), quotas, may_grow, fill_on_read, residency)
         self.rates = StepRates()
         self.n_asked = self.n_hits = self.n_expanded = 0
+        self._new_owners: list[tuple[np.ndarray, int]] = []
         self._queue: deque[tuple[int, int, np.ndarray]] = deque()
         self.queued_bytes = 0.0
         """Of expansions that the link still has to carry."""
@@ -68,9 +69,34 @@ class SimulatedStore(ResidentSet):
             residency.touch(slot, experts, counts[slot, experts])
             used[slot], missed[slot] = n_used[slot] * self._bytes[slot], n_missed[slot] * self._bytes[slot]
             if n_missed[slot]:
-                for expert, pages in self.claim_pages(slot, experts, np.flatnonzero(is_missed[slot])):
-                    self.settle(slot, expert, pages)
+                self._fill(slot, is_used[slot], np.flatnonzero(is_missed[slot]))
+        self._note_owners()
         return used, missed, absent
+
+    def _fill(self, slot: int, in_use: np.ndarray, missing: np.ndarray) -> None:
+        """What claim_pages and settle do together, without the time between them; owners are noted once per step."""
+        if not self.fill_on_read:
+            return
+        for number, expert in enumerate(missing.tolist()):
+            pages = self._grow(slot, 0)
+            if pages is None:
+                missing = missing[number:]
+                break
+            self.settle(slot, expert, pages)
+        else:
+            return
+        resident = self.residency.resident[slot]
+        for expert, victim in self.residency.exchanges(slot, in_use, missing):
+            pages = self.take_out(slot, victim)
+            self.view.place(slot, expert, pages)
+            resident[expert] = True
+            self._new_owners.append((pages, self.view.row(slot, expert)))
+
+    def _note_owners(self) -> None:
+        if self._new_owners:
+            rows = np.repeat([row for _, row in self._new_owners], [len(pages) for pages, _ in self._new_owners])
+            self.pool.allocator.set_owners("expert", np.concatenate([pages for pages, _ in self._new_owners]), rows)
+            self._new_owners.clear()
 
     # ---- the link
     def loading(self) -> set[tuple[int, int]]:

@@ -1,0 +1,109 @@
+"""How many experts to shrink or expand: the paper's algorithm number by number, and what policy `cost` prefers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rimuru.memory.adjuster import (
+    DecisionLog,
+    Record,
+    StepRates,
+    cost_expand,
+    offload_target,
+    paper_decision,
+    shrink_pays,
+    step_seconds,
+)
+
+
+@pytest.mark.parametrize(
+    ("need", "free", "expected"),
+    [
+        (1, 0, (1, 0)), (2, 0, (1, 0)), (3, 100, (2, 0)), (30, 0, (11, 0)),  # ceil((R_b + 1) / 3)
+        (0, 0, (1, 0)), (0, 1, (1, 0)), (0, 2, (0, 0)), (0, 9, (0, 0)),  # one below 2, nothing between 2 and 9
+        (0, 11, (0, 0)), (0, 12, (0, 1)), (0, 23, (0, 4)), (0, 24, (0, 5)), (0, 10_000, (0, 5)),
+    ],
+)  # fmt: skip
+def test_paper_is_algorithm_1_for_three_pages(need: int, free: int, expected: tuple[int, int]) -> None:
+    assert tuple(paper_decision(need, free, 3.0)) == expected
+
+
+@settings(deadline=None)
+@given(need=st.integers(0, 500), free=st.integers(0, 5000), k=st.floats(1.0, 16.0))
+def test_paper_in_pages_of_any_size(need: int, free: int, k: float) -> None:
+    shrink, expand = paper_decision(need, free, k)
+    assert shrink == (math.ceil((need + 1) / k) if need else int(free < 2 / 3 * k))
+    assert expand == (min(5, math.floor((free - 3 * k) / k)) if not need and free > 3 * k else 0)
+    assert not (shrink and expand)
+
+
+def test_a_forecast_of_a_step() -> None:
+    assert step_seconds(0.010, 0.0, 0.3) == pytest.approx(0.010)
+    assert step_seconds(0.010, 0.005, 0.2) == pytest.approx(0.011)
+    assert step_seconds(0.010, 0.030, 0.2) == pytest.approx(0.010 + 0.030 - 0.0095)
+
+
+def target(uses: np.ndarray, expert_s: float, without: float, wanted: float, compute_s: float = 0.015) -> int:
+    return offload_target(uses, expert_s, 3.0, without, 12.0, wanted, 30.0, 0.05, compute_s, 0.15)
+
+
+def test_cost_gives_what_hides_and_no_more() -> None:
+    """30 requests fit beside all experts; a further one takes 12 pages, which are 4 experts."""
+    uses = np.full(1440, 0.9)
+    hidden = target(uses, 0.0003, 360.0, 1000.0)  # an expert takes 0.3 ms of the link, a step 15 ms
+    assert 20 < hidden < 60
+    assert target(uses, 0.003, 360.0, 1000.0) == 0  # each expert costs more than a quarter of a request brings
+    assert target(uses, 0.0, 360.0, 1000.0) >= 1300  # reads cost nothing: all that brings requests
+    assert target(uses, 0.0003, 360.0, 30.0) == 0  # nobody waits
+    assert target(uses, 0.0003, 360.0, 32.0) <= 8  # two wait: four experts each
+    never = np.concatenate([np.zeros(100), np.ones(1340)])
+    assert 80 <= target(never, 0.0003, 360.0, 1000.0) <= 160  # those that nobody uses go first
+
+
+def test_cost_finds_the_least_where_experts_do_not_fit() -> None:
+    uses = np.full(100, 0.5)
+    found = target(uses, 0.0003, -150.0, 1.0)  # 50 experts more than fit, and a request of 12 pages
+    assert found == 54
+
+
+def test_running_requests_keep_their_pages_unless_experts_are_worth_far_more() -> None:
+    assert shrink_pays(1, 0.01, 0.0, 10.0, 0.2)  # the last one always
+    assert shrink_pays(30, 0.01, 0.0, 0.001, 0.2)
+    assert not shrink_pays(30, 0.01, 0.010, 0.020, 0.2)
+    assert shrink_pays(30, 0.0, 0.0, 0.0, 0.2)  # nothing measured yet
+
+
+def test_cost_expands_no_faster_than_the_link_carries() -> None:
+    assert cost_expand(9, 3.0, 1.0, 0.001) == 0
+    assert cost_expand(90, 3.0, 0.005, 0.001) == 5
+    assert cost_expand(90, 3.0, 0.0, 0.001) == 1
+    assert cost_expand(90, 3.0, 1.0, 0.001) == 27
+
+
+def test_rates_follow_decode_steps_only() -> None:
+    rates = StepRates()
+    rates.observe(500, 9.0, 0.0, 0, 0.0)
+    assert rates.n_steps == 0 and rates.compute_s == 0.0
+    for _ in range(40):
+        rates.observe(8, 0.012, 0.002, 50_000_000, 0.005)
+    assert rates.compute_s == pytest.approx(0.010, rel=1e-3)
+    assert rates.link_bytes_per_s == pytest.approx(1e10, rel=1e-2)
+    assert rates.link_s == pytest.approx(0.005, rel=2e-2)
+    assert rates.exposed_share == pytest.approx(0.4, rel=1e-2)
+
+
+def test_decisions_are_kept_in_a_ring_and_counted() -> None:
+    log = DecisionLog(4)
+    for step in range(10):
+        log.add(Record(step, "shrink" if step % 2 else "expand", "because", 1, step, 3, 300))
+    assert len(log) == 4 and [record.step for record in log.records(2)] == [8, 9]
+    assert log.counts == {"shrink": 5, "expand": 5, "refuse": 0}
+    snapshot = log.snapshot(1)
+    assert snapshot["last"] == [
+        {"step": 9, "action": "shrink", "reason": "because", "layer": 1, "expert": 9, "pages": 3, "bytes": 300}
+    ]

@@ -1,0 +1,196 @@
+"""The simulator: deterministic, conserves what it counts, obeys its switches; the paper's case study where the trace is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rimuru.arch.shapes import shape_gguf
+from rimuru.base.errors import BadInputError, NotEnoughMemoryError
+from rimuru.cli import main
+from rimuru.simulate.cards import Card, card_named
+from rimuru.simulate.model_cost import model_cost
+from rimuru.simulate.simulator import Settings, Simulation
+from rimuru.simulate.timing import StepLoad, TimeModel, Ways
+from rimuru.simulate.traces import TraceRequest, read_trace
+
+CASE_BYTES = int(28.8 * 2**30)
+FAST = Card("test", 100.0, 1000.0, 25.0)
+
+
+@pytest.fixture(scope="module")
+def qwen():  # type: ignore[no-untyped-def]
+    return shape_gguf("qwen1.5-moe-a2.7b", "bf16")[0]
+
+
+def burst(n: int, n_prompt: int = 60, n_output: int = 20) -> list[TraceRequest]:
+    return [TraceRequest(0.0, n_prompt + 7 * i, n_output + i) for i in range(n)]
+
+
+def settings(**more: object) -> Settings:
+    return dataclasses.replace(Settings(CASE_BYTES, card_named("rtx5090")), **more)  # type: ignore[arg-type]
+
+
+def test_the_same_seed_gives_the_same_report_and_another_seed_another(qwen) -> None:  # type: ignore[no-untyped-def]
+    small = {"memory_bytes": 20 << 30, "policy": "paper", "audit": True}
+    first, again, other = (Simulation(qwen, settings(seed=seed, **small)).run(burst(6)).as_dict() for seed in (1, 1, 2))
+    assert first == again
+    assert first["bytes_moved"] != other["bytes_moved"]
+    assert first["output_tokens"] == sum(20 + i for i in range(6))
+    assert 0 < first["hit_rate"] < 1 and first["bytes_moved"] > 0
+
+
+def test_nothing_moves_where_all_experts_fit(qwen) -> None:  # type: ignore[no-untyped-def]
+    for policy in ("static", "paper", "cost"):
+        values = Simulation(qwen, settings(policy=policy, audit=True)).run(burst(4)).values
+        assert values["bytes_moved"] == 0 and values["hit_rate"] == 1.0
+        assert values["busy_s"] == pytest.approx(values["compute_s"])
+
+
+def test_static_refuses_where_the_experts_do_not_fit(qwen) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(NotEnoughMemoryError):
+        Simulation(qwen, settings(policy="static", memory_bytes=20 << 30))
+    with pytest.raises(BadInputError):
+        Simulation(qwen, settings(policy="fixed"))
+
+
+def test_reserve_never_preempts_and_the_limit_of_absent_experts_holds(qwen) -> None:  # type: ignore[no-untyped-def]
+    trace = burst(64, 300, 60)
+    simulation = Simulation(qwen, settings(policy="paper", admission="reserve", expert_offload_limit=20, audit=True))
+    result = simulation.run(trace)
+    assert result.values["preemptions"] == 0
+    assert min(result.timeline["resident_experts"]) >= 1440 - 20
+    assert result.values["decisions"]["shrink"] > 10
+    wider = Simulation(qwen, settings(policy="paper", admission="reserve", expert_offload_limit=200)).run(trace)
+    assert wider.values["peak_concurrency"] > result.values["peak_concurrency"]
+
+
+def test_a_fixed_cache_keeps_its_number_of_experts(qwen) -> None:  # type: ignore[no-untyped-def]
+    result = Simulation(qwen, settings(resident_experts=1000, audit=True)).run(burst(5))
+    assert set(result.timeline["resident_experts"]) == {1000}
+
+
+def test_hybrid_models_lend_whole_huge_pages_to_states() -> None:
+    gguf = shape_gguf("qwen3.5-35b-a3b", "q4_k_m")[0]
+    simulation = Simulation(gguf, settings(memory_bytes=8 << 30, policy="cost", audit=True))
+    n_before = simulation.store.residency.n_resident
+    values = simulation.run(burst(3, 100, 6)).values
+    assert values["requests"] == 3 and values["preemptions"] == 0
+    assert n_before > 0 and values["decisions"]["shrink"] > 0
+
+
+def test_requests_with_a_common_prefix_compute_it_once(qwen) -> None:  # type: ignore[no-untyped-def]
+    same = [TraceRequest(float(60 * i), 1024, 4, (7, 8)) for i in range(2)]
+    other = [TraceRequest(float(60 * i), 1024, 4, (7 + 2 * i, 8 + 2 * i)) for i in range(2)]
+    shared, apart = (Simulation(qwen, settings(policy="static")).run(trace).values for trace in (same, other))
+    assert shared["ttft_s"]["p50"] < apart["ttft_s"]["p50"]
+
+
+# ---- the time model
+def load(cost, **more: object) -> StepLoad:  # type: ignore[no-untyped-def]
+    n = len(cost.slot_of_layer)
+    used = 8 * cost.expert_bytes
+    base = StepLoad(4, 4, 400, 4, used, np.zeros(n), np.zeros(n), 0.0)
+    return dataclasses.replace(base, **more)  # type: ignore[arg-type]
+
+
+def test_ways_hide_what_they_can(qwen) -> None:  # type: ignore[no-untyped-def]
+    simulation = Simulation(qwen, settings(policy="static"))
+    cost = simulation.cost
+    resident = TimeModel(cost, FAST, Ways()).step(load(cost))
+    missed = 2 * cost.expert_bytes
+    absent = 6 * cost.expert_bytes
+    times = {
+        name: TimeModel(cost, FAST, ways).step(load(cost, missed_bytes=missed, absent_bytes=absent))
+        for name, ways in {
+            "all": Ways(),
+            "in place": Ways(True, False, False),
+            "prefetch": Ways(False, True, False),
+            "blocking": Ways(False, False, False),
+        }.items()
+    }
+    assert times["all"].step_s == min(time.step_s for time in times.values())
+    assert resident.step_s < times["all"].step_s < times["blocking"].step_s
+    assert times["blocking"].step_s == pytest.approx(resident.step_s + missed.sum() / 25e9)
+    assert times["prefetch"].step_s >= absent.sum() / 25e9 > times["in place"].link_s
+    queued = TimeModel(cost, FAST, Ways()).step(load(cost, queued_bytes=25e9))
+    assert queued.step_s == pytest.approx(1.0)
+
+
+def test_experts_on_disk_cost_the_disks_rate(qwen) -> None:  # type: ignore[no-untyped-def]
+    cost = Simulation(qwen, settings(policy="static")).cost
+    missed = cost.expert_bytes
+    ram, disk = (
+        TimeModel(cost, FAST, Ways(True, False, False), share).step(load(cost, missed_bytes=missed))
+        for share in (0.0, 1.0)
+    )
+    assert disk.link_s == pytest.approx(missed.sum() / 6e9) and ram.link_s == pytest.approx(missed.sum() / 25e9)
+
+
+def test_costs_count_every_weight(qwen) -> None:  # type: ignore[no-untyped-def]
+    simulation = Simulation(qwen, settings(policy="static"))
+    cost = model_cost(simulation.config, qwen.tensors, simulation.layout)
+    counted = cost.dense_bytes.sum() + cost.head_bytes + 60 * cost.expert_bytes.sum()
+    total = sum(info.n_bytes for name, info in qwen.tensors.items() if name not in ("token_embd.weight",))
+    assert counted == pytest.approx(total, rel=1e-4)
+    with pytest.raises(BadInputError):
+        model_cost(simulation.config, qwen.tensors, dataclasses.replace(simulation.layout, expert=None))
+
+
+# ---- traces and the command
+def test_traces_of_all_kinds(tmp_path: Path) -> None:
+    plain, timed, blocks, bad = (tmp_path / name for name in ("a.csv", "b.csv", "c.jsonl", "d.csv"))
+    plain.write_text("prompt_tokens,output_tokens\n5,6\n7,8\n9,10\n")
+    timed.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:04.4799600,20,0\n2023-11-16 18:17:03.9799600,10,3\n"
+    )
+    blocks.write_text('{"timestamp": 2000, "input_length": 600, "output_length": 5, "hash_ids": [3, 4]}\n')
+    bad.write_text("name,value\nx,1\n")
+    assert read_trace(plain, 2) == [TraceRequest(0.0, 5, 6), TraceRequest(0.0, 7, 8)]
+    arrivals = [r.arrival_s for r in read_trace(plain, rate=2.0, seed=1)]
+    assert arrivals[0] == 0.0 and arrivals == sorted(arrivals) and arrivals[-1] > 0
+    stretched = read_trace(timed, stretch=10.0)
+    assert [(r.n_prompt, r.n_output) for r in stretched] == [(10, 3), (20, 1)]
+    assert stretched[1].arrival_s == pytest.approx(5.0)
+    assert read_trace(blocks) == [TraceRequest(0.0, 600, 5, (3, 4))]
+    for path in (bad, tmp_path / "missing.csv"):
+        with pytest.raises(BadInputError):
+            read_trace(path)
+
+
+def test_the_command_prints_the_agreed_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("prompt_tokens,output_tokens\n" + "50,10\n" * 4)
+    words = ["simulate", "qwen1.5-moe-a2.7b", "--trace", str(trace), "--memory", "12GiB", "--quant", "q4_k_m", "--json"]
+    assert main([*words, "--policy", "paper", "--seed", "3"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    keys = {"steps", "makespan_s", "peak_concurrency", "mean_concurrency", "bytes_moved", "hit_rate", "preemptions"}
+    assert keys <= report.keys()
+    assert report["ttft_s"].keys() == report["tpot_s"].keys() == {"mean", "p50", "p95"}
+    assert {"time_s", "expert", "kv", "ssm", "conv"} <= report["timeline"].keys()
+    assert report["peak_concurrency"] == 4 and report["steps"] == 10
+    for wrong in (["--memory", "1GiB"], ["--stretch", "0"], ["--card", "none"], ["--requests", "0"]):
+        assert main([*words, *wrong]) == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+CASE = {
+    "static": (34, 1950, {"policy": "static"}),
+    "fixed": (74, 1200, {"policy": "fixed", "resident_experts": 1276}),
+    "paper": (90, 1060, {"policy": "paper", "expert_offload_limit": 230}),
+}
+
+
+@pytest.mark.parametrize("name", CASE)
+def test_case_study_of_the_paper(qwen, shared: Path, name: str) -> None:  # type: ignore[no-untyped-def]
+    """28.8 GiB for weights and pool, 29 tokens in a KV page of 5.5 MiB, 2048 tokens a step, all requests at once."""
+    peak, steps, more = CASE[name]
+    trace = read_trace(shared / "traces/sharegpt_lengths.csv", 128)
+    values = Simulation(qwen, settings(admission="reserve", **more)).run(trace).values
+    assert values["peak_concurrency"] == pytest.approx(peak, rel=0.1)
+    assert values["steps"] == pytest.approx(steps, rel=0.1)
+    assert values["preemptions"] == 0
