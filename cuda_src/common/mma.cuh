@@ -21,34 +21,50 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const u32 (&a)[4], u
 
 __device__ __forceinline__ u32 half2_bits(__half2 v) { return *(u32*)&v; }
 
-// The 32 weights of a piece as halves: group 0 in words 0..7, group 1 in words 8..15.
+// A piece ready to be turned into halves: its bytes unpacked, or the stored plain numbers.
 template <class F>
-__device__ __forceinline__ void piece_halves(const typename F::Raw& raw, int piece, u32 (&out)[16]) {
-    if constexpr (F::IS_FLOAT) {
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            float2 v = F::pair(raw, i);
-            out[i] = half2_bits(__floats2half2_rn(v.x, v.y));
-        }
-    } else {
-        Piece w;
-        F::unpack(raw, piece, w);
+struct HalfSource {
+    Piece w;
+    __device__ __forceinline__ HalfSource(const typename F::Raw& raw, int piece) { F::unpack(raw, piece, w); }
+
+    // The 16 weights of group g.
+    __device__ __forceinline__ void group(int g, u32 (&out)[8]) const {
         // A byte q + 128 below the exponent byte 0x64 is the half 1024 + 128 + q.
         const __half2 bias = __float2half2_rn(1152.0f);
+        __half2 scale = __float2half2_rn(w.scale[g] * F::POST), offset = __float2half2_rn(0.0f);
+        if (F::OFFSET) offset = __float2half2_rn(w.offset[g]);
 #pragma unroll
-        for (int g = 0; g < 2; g++) {
-            __half2 scale = __float2half2_rn(w.scale[g] * F::POST), offset = __float2half2_rn(0.0f);
-            if (F::OFFSET) offset = __float2half2_rn(w.offset[g]);
+        for (int i = 0; i < 4; i++) {
+            u32 bytes = w.q[4 * g + i] ^ 0x80808080u;
+            u32 pair[2] = {__byte_perm(bytes, 0x64646464u, 0x4140), __byte_perm(bytes, 0x64646464u, 0x4342)};
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                u32 bytes = w.q[4 * g + i] ^ 0x80808080u;
-                u32 pair[2] = {__byte_perm(bytes, 0x64646464u, 0x4140), __byte_perm(bytes, 0x64646464u, 0x4342)};
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    __half2 q = __hsub2(*(__half2*)&pair[h], bias);
-                    out[8 * g + 2 * i + h] = half2_bits(F::OFFSET ? __hfma2(q, scale, offset) : __hmul2(q, scale));
-                }
+            for (int h = 0; h < 2; h++) {
+                __half2 q = __hsub2(*(__half2*)&pair[h], bias);
+                out[2 * i + h] = half2_bits(F::OFFSET ? __hfma2(q, scale, offset) : __hmul2(q, scale));
             }
         }
     }
-}
+};
+
+template <class F>
+struct FloatSource {
+    const typename F::Raw& raw;
+    __device__ __forceinline__ FloatSource(const typename F::Raw& stored, int) : raw(stored) {}
+
+    __device__ __forceinline__ void group(int g, u32 (&out)[8]) const {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            float2 v = F::pair(raw, 8 * g + i);
+            out[i] = half2_bits(__floats2half2_rn(v.x, v.y));
+        }
+    }
+};
+
+template <class F, bool IS_FLOAT = F::IS_FLOAT>
+struct SourceOf {
+    typedef HalfSource<F> type;
+};
+template <class F>
+struct SourceOf<F, true> {
+    typedef FloatSource<F> type;
+};

@@ -28,7 +28,7 @@ __device__ __forceinline__ void product(const Matrix& m, const Finish& finish, c
     }
 }
 
-extern "C" __global__ void __launch_bounds__(STRIP_THREADS)
+extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     gemm_strip(const __half* __restrict__ x,         // [T, width]
                const float* __restrict__ x_scales,   // [T]
                MATRICES,

@@ -35,7 +35,7 @@ __device__ __forceinline__ void product(const Matrix& m, const Finish& finish, c
     }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS / (BLOCK_WARPS * 32))
     gemv(const float* __restrict__ x_f32,    // [T, width]
          const i8* __restrict__ x_values,    // [T, width]
          const float* __restrict__ x_scales, // [T, width / 32]

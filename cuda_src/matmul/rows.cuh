@@ -16,9 +16,10 @@
 #define STAGE_WORDS 32
 #endif
 
-// Blocks that a multiprocessor must be able to hold: bounds the registers of a thread.
-#ifndef MIN_BLOCKS
-#define MIN_BLOCKS 1
+// Threads that a multiprocessor must be able to hold, which bounds a thread's registers: loads in flight hide the latency
+// of memory, and more warps have more of them.
+#ifndef RESIDENT_THREADS
+#define RESIDENT_THREADS (TOKEN_TILE > 2 ? 512 : 768)
 #endif
 
 template <class F, int L, int R, int T>

@@ -15,13 +15,15 @@
 #include "quants/all.cuh"
 
 #define STRIP_THREADS (32 * WARPS_N * WARPS_K)
+// Blocks that a multiprocessor must be able to hold: bounds the registers of a thread, see rows.cuh.
+#define STRIP_BLOCKS ((STRIP_TOKENS == 8 ? 768 : 512) / STRIP_THREADS)
 #define PIECE_HALVES 40
 #define TOKEN_HALVES (CHUNK_PIECES * PIECE_HALVES + 32)
 // Dynamic shared memory; ops/cuda/matmul.py computes the same number.
 #define STRIP_SHARED_BYTES (2 * STRIP_TOKENS * TOKEN_HALVES)
 #define TOKEN_TILES (STRIP_TOKENS / 8)
 #ifndef STRIP_DEPTH
-#define STRIP_DEPTH 2
+#define STRIP_DEPTH 1
 #endif
 static_assert(CHUNK_PIECES % 4 == 0 && STRIP_TOKENS % 8 == 0, "whole steps and whole tiles");
 static_assert(WARPS_K == 1 || STRIP_SHARED_BYTES >= WARPS_N * 128 * TOKEN_TILES * 4, "room for one warp's sums");
@@ -42,14 +44,14 @@ __device__ __forceinline__ void copy_x_chunk(const __half* x, int width, int fir
     commit_copies();
 }
 
-// One step: lower = decoded piece of row g, upper = of row g + 8.
-__device__ __forceinline__ void multiply_step(const u32 (&lower)[16], const u32 (&upper)[16], const __half* x_piece,
-                                              StripSums& sums) {
+// Half a step: lower = the decoded group of row g, upper = of row g + 8; x_group: the activations of that group.
+__device__ __forceinline__ void multiply_group(const u32 (&lower)[8], const u32 (&upper)[8], const __half* x_group,
+                                               StripSums& sums) {
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) {
 #pragma unroll
-        for (int part = 0; part < 4; part++) {
-            uint4 v = *(const uint4*)(x_piece + j * 8 * TOKEN_HALVES + part * 8);
+        for (int part = 0; part < 2; part++) {
+            uint4 v = *(const uint4*)(x_group + j * 8 * TOKEN_HALVES + part * 8);
             u32 a[4] = {lower[4 * part], upper[4 * part], lower[4 * part + 1], upper[4 * part + 1]};
             multiply_add(sums[j], a, v.x, v.y);
             u32 b[4] = {lower[4 * part + 2], upper[4 * part + 2], lower[4 * part + 3], upper[4 * part + 3]};
@@ -88,15 +90,18 @@ __device__ __forceinline__ void strip_pass(const u8* lower_row, const u8* upper_
                 int in_chunk = (round + d) * WARPS_K + warp_k, step = chunk * (CHUNK_PIECES / 4) + in_chunk;
                 if (step < n_steps) {
                     int piece = step * 4 + t;
-                    u32 lower[16], upper[16];
+                    typename SourceOf<F>::type lower_source(raw[d][0], piece), upper_source(raw[d][1], piece);
+                    const __half* x_piece = x_at + in_chunk * 4 * PIECE_HALVES;
 #pragma unroll
-                    for (int i = 0; i < 16; i++) lower[i] = upper[i] = 0;
-                    if (piece < n_pieces) {
-                        if (lower_row) piece_halves<F>(raw[d][0], piece, lower);
-                        if (upper_row) piece_halves<F>(raw[d][1], piece, upper);
+                    for (int g = 0; g < 2; g++) {
+                        u32 lower[8] = {}, upper[8] = {};
+                        if (piece < n_pieces) {
+                            if (lower_row) lower_source.group(g, lower);
+                            if (upper_row) upper_source.group(g, upper);
+                        }
+                        if (g == 1) load_step(step + STRIP_DEPTH * WARPS_K, raw[d]);
+                        multiply_group(lower, upper, x_piece + 16 * g, sums);
                     }
-                    load_step(step + STRIP_DEPTH * WARPS_K, raw[d]);
-                    multiply_step(lower, upper, x_at + in_chunk * 4 * PIECE_HALVES, sums);
                 }
             }
         }

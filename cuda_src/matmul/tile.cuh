@@ -79,16 +79,20 @@ __device__ __forceinline__ void copy_x_stage(const TileInput& in, int stage, __h
 
 template <class F>
 __device__ __forceinline__ void store_w_piece(const typename F::Raw& raw, int piece, bool wanted, __half* w_tile) {
-    u32 halves[16];
-    if (wanted) {
-        piece_halves<F>(raw, piece, halves);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 16; i++) halves[i] = 0;
-    }
     uint4* to = (uint4*)(w_tile + tile_weight_row() * ROW_HALVES + (threadIdx.x % STAGE_PIECES) * 32);
+    if (!wanted) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) to[i] = make_uint4(halves[4 * i], halves[4 * i + 1], halves[4 * i + 2], halves[4 * i + 3]);
+        for (int i = 0; i < 4; i++) to[i] = make_uint4(0, 0, 0, 0);
+        return;
+    }
+    typename SourceOf<F>::type source(raw, piece);
+#pragma unroll
+    for (int g = 0; g < 2; g++) {
+        u32 halves[8];
+        source.group(g, halves);
+        to[2 * g] = make_uint4(halves[0], halves[1], halves[2], halves[3]);
+        to[2 * g + 1] = make_uint4(halves[4], halves[5], halves[6], halves[7]);
+    }
 }
 
 __device__ __forceinline__ void multiply_stage(const __half* w_tile, const __half* x_tile, TileSums& sums) {

@@ -34,7 +34,7 @@ __device__ __forceinline__ void keep_sums(HiddenSums& sums, int matrix, int loca
     }
 }
 
-extern "C" __global__ void __launch_bounds__(UP_THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_THREADS)
     moe_gate_up(const float* __restrict__ x_f32,        // [T, width]
                 const i8* __restrict__ x_values,        // [T, width]
                 const float* __restrict__ x_scales,     // [T, width / 32]
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, MIN_BLOCKS)
 
 #else
 
-extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS / (BLOCK_WARPS * 32))
     moe_down(const float* __restrict__ h_f32,      // [T * top_k, n_hidden]
              const i8* __restrict__ h_values,      // [T * top_k, n_hidden]
              const float* __restrict__ h_scales,   // [T * top_k, n_hidden / 32]

@@ -14,7 +14,7 @@
 
 #ifdef FORMAT_UP
 
-extern "C" __global__ void __launch_bounds__(STRIP_THREADS)
+extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     moe_gate_up_strip(const __half* __restrict__ x,          // [T, width]
                       const float* __restrict__ x_scales,    // [T]
                       int width, ITEM_PARAMETERS,
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS)
 
 #else
 
-extern "C" __global__ void __launch_bounds__(STRIP_THREADS)
+extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     moe_down_strip(const __half* __restrict__ hidden,      // [T * top_k, n_hidden]
                    const float* __restrict__ h_scales,     // [T * top_k]
                    int n_hidden, ITEM_PARAMETERS,

@@ -17,7 +17,7 @@ from cases import moe as moe_cases
 from cases.common import Case
 
 from rimuru.arch.spec import MoeSpec
-from rimuru.ops.base import ExpertTable
+from rimuru.ops.base import ExpertTable, Weight
 from rimuru.ops.cuda.launch import Kernel
 
 pytestmark = pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine")
@@ -96,3 +96,29 @@ def test_experts_are_equal_wherever_they_lie() -> None:
         ops.moe_experts(matmul_cases.filled_act(ops, x), ids, table, None, spec, scratch)
         results.append(scratch.out[:6].copy())
     assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", [c for c in CASES if not c.name.startswith("route")], ids=lambda case: case.name)
+def test_kernels_are_known_before_they_are_needed(
+    case: Case, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lists that a model's kernels are compiled from hold what a call then launches."""
+    from rimuru.ops.cuda import matmul, moe
+
+    launched: list[Kernel] = []
+    monkeypatch.setattr(Kernel, "__call__", lambda kernel, *args, **options: launched.append(kernel))
+    ops: Any = emulate.EmulatedOps(deterministic)
+    weights: list[Weight] = []
+    monkeypatch.setattr(ops, "weight", lambda *args: weights.append(matmul.weight(*args)) or weights[-1])
+    inputs = case.inputs()
+    case.run(ops, inputs)
+    n_tokens = len(inputs["x"])
+    if "layout" in inputs:
+        layout = inputs["layout"]
+        hidden = layout.projection("up").n_rows
+        spec = MoeSpec(layout.n_experts, inputs["ids"].shape[1], hidden)
+        known = [*moe.experts_kernels(layout, spec, n_tokens, deterministic), *matmul.COMMON_KERNELS]
+    else:
+        known = matmul.linear_kernels(weights, n_tokens, deterministic)
+    assert {id(kernel) for kernel in launched} <= {id(kernel) for kernel in known}

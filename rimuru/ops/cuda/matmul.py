@@ -232,9 +232,7 @@ def linear(
     bias_list: Sequence[Array | None] = biases if biases is not None else [None] * len(weights)
     jobs = list(zip(weights, outs, bias_list, strict=True))
     finish = (row_scale, scale, int(add), x.f32.shape[1], n_tokens)
-    # Float32 matrices (routers) are never rounded to halves: the choice of experts hangs on their precision.
-    exact = [job for job in jobs if job[0].format.name == "f32"]
-    others = [job for job in jobs if job[0].format.name != "f32"]
+    exact, others = _exact_and_others(jobs)
     on_tensor_cores = n_tokens > MAX_GEMV_TOKENS and x.quant is not None and x.quant.halves is not None
     if on_tensor_cores and others:
         scale_halves(x.f32, x.quant.halves, x.quant.half_scales, n_tokens)
@@ -255,7 +253,14 @@ def linear(
         _launch_gemv(x, group, finish)
 
 
-Job = tuple[Weight, Array, "Array | None"]
+Job = tuple[Weight, Any, Any]
+"""A matrix, its output and its bias."""
+
+
+def _exact_and_others(jobs: list[Job]) -> tuple[list[Job], list[Job]]:
+    """Float32 matrices (routers) apart: they are never rounded to halves, since the choice of experts hangs on them."""
+    exact = [job for job in jobs if job[0].format.name == "f32"]
+    return exact, [job for job in jobs if job[0].format.name != "f32"]
 
 
 def _launch_groups(jobs: list[Job]) -> list[list[Job]]:
@@ -284,10 +289,39 @@ def _matrix_arguments(group: list[Job], rows_per_block: int) -> tuple[tuple[str,
     return formats, arguments, first
 
 
+def linear_kernels(weights: Sequence[Weight], max_tokens: int, deterministic: bool = False) -> list[Kernel]:
+    """Every kernel that `linear` may use for matrices that share an input of up to max_tokens tokens.
+
+    Only type and shape of the weights are looked at.
+    """
+    found: dict[int, Kernel] = {}
+    jobs: list[Job] = [(w, None, None) for w in weights]
+    groups = [group for part in _exact_and_others(jobs) for group in _launch_groups(part)]
+    for n_tokens in [*range(1, min(max_tokens, 64) + 1), *range(128, max_tokens, 64), max_tokens]:
+        for group in groups:
+            n_rows, n_in = sum(w.n_out for w, _, _ in group), group[0][0].n_in
+            formats = tuple(sorted({w.format.name for w, _, _ in group}))
+            if deterministic or n_tokens <= MAX_GEMV_TOKENS or formats == ("f32",):
+                kernel = gemv_kernel(formats, *_gemv_shape(formats[0], n_rows, n_in, n_tokens))
+            elif takes_strips(n_tokens, n_rows):
+                kernel = strip_kernel(formats, strip_tokens(n_tokens), *linear_strip(n_rows))
+            else:
+                kernel = gemm_kernel(formats, *gemm_tile(n_tokens, n_rows))
+            found[id(kernel)] = kernel
+    return [*COMMON_KERNELS, *found.values()]
+
+
+def _gemv_shape(format_name: str, n_rows: int, n_in: int, n_tokens: int) -> tuple[int, int, int]:
+    """(tokens of a tile, lanes a row, rows a lane) of the integer kernel."""
+    # Routers have few rows: blocks of few tokens fill more of the device.
+    tile = token_tile(min(n_tokens, 2) if format_name == "f32" and n_tokens <= 64 else n_tokens)
+    return tile, row_lanes(n_in, format_name), gemv_rows(n_rows, n_tokens)
+
+
 def _launch_gemv(x: Act, group: list[Job], finish: tuple[Any, ...]) -> None:
     width, n_tokens = finish[-2], finish[-1]
-    lanes, tile = row_lanes(width, group[0][0].format.name), token_tile(n_tokens)
-    rows = gemv_rows(sum(w.n_out for w, _, _ in group), n_tokens)
+    n_rows = sum(w.n_out for w, _, _ in group)
+    tile, lanes, rows = _gemv_shape(group[0][0].format.name, n_rows, width, n_tokens)
     formats, matrices, n_blocks = _matrix_arguments(group, _GEMV_WARPS * (32 // lanes) * rows)
     quant = (None, None, None) if x.quant is None else (x.quant.values, x.quant.scales, x.quant.sums)
     if quant[0] is None and not all(w.format.is_float for w, _, _ in group):

@@ -18,7 +18,7 @@ import numpy as np
 from rimuru.arch.spec import MoeSpec
 from rimuru.base.errors import RimuruError
 from rimuru.base.units import ceil_div
-from rimuru.memory.specs import ProjectionLayout
+from rimuru.memory.specs import ExpertLayerLayout, ProjectionLayout
 from rimuru.ops.base import Act, Array, ExpertTable, MoeScratch
 from rimuru.ops.cuda.launch import Kernel
 from rimuru.ops.cuda.matmul import (
@@ -384,6 +384,29 @@ def _experts_on_tensor_cores(
         (buffers.halves, buffers.half_scales, down.n_in, *call.down_arguments(down)),
         shared_bytes=shape.shared_bytes,
     )
+
+
+def experts_kernels(
+    layout: ExpertLayerLayout, spec: MoeSpec, max_tokens: int, deterministic: bool = False
+) -> list[Kernel]:
+    """Every kernel that `moe_experts` may use for a layer and up to max_tokens tokens."""
+    gate, up, down = (layout.projection(name) for name in ("gate", "up", "down"))
+    assert up is not None and down is not None
+    gate_name = None if gate is None else gate.format.name
+    found: dict[int, Kernel] = {}
+    for n_tokens in range(1, max_tokens + 1):
+        load = n_tokens * spec.top_k / layout.n_experts
+        if _has_halves(n_tokens, spec, up.n_in, deterministic):
+            shape = item_shape(load)
+            pair = (up_matrix_kernel(gate_name, up.format.name, shape), down_matrix_kernel(down.format.name, shape))
+        else:
+            tile = dot_tile(n_tokens, load)
+            pair = (
+                up_kernel(gate_name, up.format.name, tile, *up_shape(up.n_in, tile)),
+                down_kernel(down.format.name, tile, *down_shape(down.n_in, tile)),
+            )
+        found |= {id(kernel): kernel for kernel in pair}
+    return [*COMMON_KERNELS, route_kernel(layout.n_experts), *found.values()]
 
 
 def moe_combine(scratch: MoeScratch, weights: Array, out: Array, add: bool, scale: float) -> None:
