@@ -18,13 +18,13 @@ _DRAW_SHARED_BYTES = 2048 * 4 * 8 + 4096 * 8
 _MAX_PARTS = 64
 
 _penalise = Kernel(
-    "sampling/sample.cu",
+    "sampling/argmax.cu",
     "penalise",
     "logits: f32*, list_start: *, ids: *, values: *, penalties: *, n_rows: i32, n_vocab: i32",
 )
-_argmax = Kernel("sampling/sample.cu", "argmax", "logits: f32*, best: u64*, arrivals: *, out_ids: i32*, n_vocab: i32")
+_argmax = Kernel("sampling/argmax.cu", "argmax", "logits: f32*, best: u64*, arrivals: *, out_ids: i32*, n_vocab: i32")
 _draw = Kernel(
-    "sampling/sample.cu",
+    "sampling/draw.cu",
     "draw",
     "logits: f32*, best: u64*, parameters: *, top_k: *, out_ids: i32*, parts: i32, n_vocab: i32",
 )
@@ -42,7 +42,7 @@ def has_penalties(params: SampleParams) -> bool:
 
 
 def pack_penalties(params: SampleParams) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """list_start int32 [3, R + 1], ids int32 [n], values float32 [n], penalties float32 [R, 3] of sample.cu."""
+    """list_start int32 [3, R + 1], ids int32 [n], values float32 [n], penalties float32 [R, 3] of argmax.cu."""
     rows = range(len(params.temperature))
     none = np.zeros(0, np.int32)
     history = [params.history[r] if params.repetition_penalty[r] != 1.0 else none for r in rows]

@@ -1,7 +1,5 @@
-// One token per row of logits, on the device.
+// A token by chance from each row of logits, after argmax.cu.
 //
-// penalise   logits in place: bias; repetition (l > 0: l / p, else l p); minus frequency * count + presence
-// argmax     the largest logit of each row, lowest id on ties (grid: parts, rows; the last part of a row folds)
 // draw       top_k, top_p, min_p, then a draw at the temperature, in id order (grid: rows)
 //
 // A row is read twice to find its candidates, the tokens within RANGE of the largest logit. Where they hold all that the
@@ -11,9 +9,7 @@
 // order-preserving integer of a logit) and how many of the tokens equal to it are kept, lowest ids first; the key is found
 // by radix descent over 11 + 11 + 10 bits.
 
-#include "common/warp.cuh"
-
-typedef unsigned long long u64;
+#include "sampling/keys.cuh"
 
 #define THREADS 1024
 #define BINS 2048
@@ -22,79 +18,6 @@ typedef unsigned long long u64;
 #define CANDIDATES 4096
 #define RANGE 12.0f
 #define AHEAD 8  // logits of a thread under way at once
-
-__device__ __forceinline__ unsigned key_of(float l) {
-    unsigned bits = __float_as_uint(l);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ float logit_of(unsigned key) {
-    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
-}
-
-extern "C" __global__ void penalise(float* __restrict__ logits,           // [R, n_vocab]
-                                    const int* __restrict__ list_start,   // [3, R + 1]: of bias, history, output lists
-                                    const int* __restrict__ ids,          // [all lists]
-                                    const float* __restrict__ values,     // [all lists]: bias, unused, count
-                                    const float* __restrict__ penalties,  // [R, 3]: repetition, frequency, presence
-                                    int n_rows, int n_vocab) {
-    int row = blockIdx.x;
-    float* l = logits + (long long)row * n_vocab;
-    const float* p = penalties + row * 3;
-    for (int list = 0; list < 3; list++) {
-        const int* start = list_start + list * (n_rows + 1) + row;
-        for (int i = start[0] + threadIdx.x; i < start[1]; i += blockDim.x) {
-            float v = l[ids[i]];
-            if (list == 0) v += values[i];
-            else if (list == 1) v = v > 0.0f ? v / p[0] : v * p[0];
-            else v -= p[1] * values[i] + (values[i] > 0.0f ? p[2] : 0.0f);
-            l[ids[i]] = v;
-        }
-        __syncthreads();
-    }
-}
-
-// The larger logit; of equal ones, the lower id: as one integer, the key above the inverted id.
-__device__ __forceinline__ u64 rank_of(float l, int id) { return ((u64)key_of(l) << 32) | (unsigned)~id; }
-
-__device__ __forceinline__ u64 block_max(u64 v, u64* partial) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset >>= 1) v = max(v, __shfl_xor_sync(FULL_WARP, v, offset));
-    if ((threadIdx.x & 31) == 0) partial[threadIdx.x >> 5] = v;
-    __syncthreads();
-    for (int i = 0; i < (int)blockDim.x / 32; i++) v = max(v, partial[i]);
-    __syncthreads();
-    return v;
-}
-
-extern "C" __global__ void argmax(const float* __restrict__ logits,  // [R, n_vocab]
-                                  u64* __restrict__ best,            // [R, parts]
-                                  unsigned* __restrict__ arrivals,   // [R], zero before and after
-                                  int* __restrict__ out_ids,         // [R]
-                                  int n_vocab) {
-    __shared__ u64 partial[32];
-    __shared__ bool is_last;
-    int row = blockIdx.y, parts = gridDim.x;
-    const float* l = logits + (long long)row * n_vocab;
-    u64 top = 0;
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n_vocab; i += parts * blockDim.x) top = max(top, rank_of(l[i], i));
-    top = block_max(top, partial);
-    if (threadIdx.x == 0) {
-        best[row * parts + blockIdx.x] = top;
-        __threadfence();
-        is_last = atomicInc(arrivals + row, parts - 1) == parts - 1;
-    }
-    __syncthreads();
-    if (!is_last) return;
-    __threadfence();
-    top = 0;
-    for (int i = threadIdx.x; i < parts; i += blockDim.x) top = max(top, __ldcg(best + row * parts + i));
-    top = block_max(top, partial);
-    if (threadIdx.x == 0) {
-        out_ids[row] = (int)~(unsigned)top;
-        best[row * parts] = top;  // the draw starts from it
-    }
-}
 
 struct Cut {
     unsigned key;  // smallest kept key
