@@ -155,6 +155,9 @@ _TIED = ("gemma3", "lfm2", "lfm2moe", "granitehybrid")
 
 def _shape(arch: str, n_vocab: int, changes: dict[str, Any]) -> ModelShape:
     keys = {key: value for key, value in (_BASE | KEYS[arch] | changes).items() if value is not None}
+    for key in ("attention.head_count_kv", "feed_forward_length"):  # lists give one period of the blocks
+        if isinstance(keys[key], list):
+            keys[key] = [keys[key][index % len(keys[key])] for index in range(keys["block_count"])]
     return ModelShape(arch, n_vocab, keys, arch in _TIED, OPTIONAL.get(arch, ()))
 
 
