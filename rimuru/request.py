@@ -152,6 +152,12 @@ class Sequence:
     """Token counts, ascending, at which recurrent states are saved for reuse: a piece of the prompt ends there."""
     state: State = "waiting"
     n_cached: int = 0
+    n_in_flight: int = 0
+    """Of n_cached: tokens in steps that run now; the cache has not been told of them."""
+    n_pending: int = 0
+    """Sampled tokens that only the device knows yet; they follow `tokens`."""
+    pending_row: int = 0
+    """Row of the newest pending token among the last step's sampled ids."""
     n_reused: int = 0
     """Prompt tokens that a prefix hit made unnecessary to run (the first admission counts)."""
     n_preemptions: int = 0
@@ -176,15 +182,27 @@ class Sequence:
 
     @property
     def n_uncached(self) -> int:
-        return len(self.tokens) - self.n_cached
+        return len(self.tokens) + self.n_pending - self.n_cached
+
+    @property
+    def will_end(self) -> bool:
+        """True where the pending tokens reach the length limit: no further step is needed."""
+        n_known = len(self.tokens) + self.n_pending
+        return n_known - self.n_prompt >= self.params.max_tokens or n_known >= self.max_total_tokens > 0
+
+    @property
+    def needs_host(self) -> bool:
+        """True where choosing the next token needs the last one's id on the host."""
+        params = self.params
+        return params.has_penalties or params.want_logprobs or params.logprobs > 0 or self.constraint is not None
 
     @property
     def n_runnable(self) -> int:
         """Uncached tokens up to the next place where states are to be saved."""
         for count in self.snapshot_at:
             if count > self.n_cached:
-                return min(count, len(self.tokens)) - self.n_cached
-        return len(self.tokens) - self.n_cached
+                return min(count - self.n_cached, self.n_uncached)
+        return self.n_uncached
 
     @property
     def output_ids(self) -> list[int]:

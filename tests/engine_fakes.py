@@ -50,8 +50,8 @@ def next_token(token_id: int, position: int) -> int:
 class FakeRunner:
     """Logits that make next_token the best; checks that the batch is well formed and that pages do not mix."""
 
-    def __init__(self, layout: PoolLayout) -> None:
-        self.layout = layout
+    def __init__(self, layout: PoolLayout, sampler: Sampler) -> None:
+        self.layout, self.sampler = layout, sampler
         self.written: dict[int, tuple[int, int]] = {}
         self.steps: list[int] = []
         self.fail_next = False
@@ -61,6 +61,8 @@ class FakeRunner:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device is on fire")
+        late = batch.token_ids < 0
+        batch.token_ids[late] = self.sampler.ids[-1 - batch.token_ids[late]]
         self._check(batch)
         logits = np.zeros((len(batch.logit_rows), N_VOCAB), np.float32)
         for row, token_row in enumerate(batch.logit_rows):
@@ -83,26 +85,17 @@ class FakeRunner:
 
 def fake_engine(
     n_huge: int, max_step_tokens: int = 16, max_sequences: int = 8, context: int = 64, prefix_cache: bool = True,
-    eog: frozenset[int] = frozenset(),
+    eog: frozenset[int] = frozenset(), *, overlaps: bool = False,
 ) -> Engine:  # fmt: skip
     layout = kv_only_layout()
     pool = PagePool(FakeMemory(n_huge * layout.huge_bytes), layout)
     cache = SequenceCache(pool, layout, prefix_cache=prefix_cache)
     scheduler = Scheduler(cache, NoRoom(), max_step_tokens, max_sequences)
     ops = ReferenceOps(np.float32)
-    runner = FakeRunner(layout)
-    return Engine(
-        scheduler,
-        cache,
-        pool,
-        layout,
-        runner,
-        Sampler(ops, max_sequences),
-        context,
-        N_VOCAB,
-        eog,
-        0,  # type: ignore[arg-type]
-    )
+    runner = FakeRunner(layout, sampler := Sampler(ops, max_sequences))
+    engine = Engine(scheduler, cache, pool, layout, runner, sampler, context, N_VOCAB, eog, 0)  # type: ignore[arg-type]
+    engine.overlaps = overlaps
+    return engine
 
 
 def expected_answer(prompt: list[int], n_tokens: int) -> list[int]:

@@ -31,8 +31,10 @@ def assemble(items: list[PlannedTokens], pages: PageRows, layout: PoolLayout, al
     n_tokens, n_seqs = int(query_start[-1]), len(items)
     token_ids = np.empty(n_tokens, np.int32)
     for item, first, last in zip(items, query_start[:-1], query_start[1:], strict=True):
-        begin = item.sequence.n_cached
-        token_ids[first:last] = item.sequence.tokens[begin : begin + item.n_tokens]
+        sequence, begin = item.sequence, item.sequence.n_cached
+        known = sequence.tokens[begin : begin + item.n_tokens]
+        token_ids[first : first + len(known)] = known
+        token_ids[first + len(known) : last] = -1 - sequence.pending_row  # the device puts the sampled id there
     seq_of_token = np.repeat(np.arange(n_seqs, dtype=np.int32), counts)
     positions = (np.arange(n_tokens, dtype=np.int32) - query_start[seq_of_token]) + starts[seq_of_token]
     seq_ids = [item.sequence.seq_id for item in items]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import rimuru.ops as backends
-from rimuru.arch.registry import read_config, require_runnable
+from rimuru.arch.registry import can_run, read_config, require_runnable
 from rimuru.arch.spec import ModelConfig, MoeSpec
 from rimuru.arch.tensors import check_tensors, expert_tensors
 from rimuru.base.errors import BadInputError, FileFormatError, NotEnoughMemoryError
@@ -152,6 +152,9 @@ def load_model(path: Path, config: EngineConfig, progress: Progress | None = Non
 def _load(gguf: GgufFile, source: ExpertSource | None, config: EngineConfig, progress: Progress) -> LoadedModel:
     model = read_config(gguf, config.context)
     device, device_bytes = backends.choose(config.device)
+    if config.device == "auto" and not can_run(model.architecture, device):
+        log.info("running on the CPU: %s models do not run on %s yet", model.architecture, device)
+        device, device_bytes = "cpu", None
     require_runnable(model, device)
     check_formats({name: info for name, info in gguf.tensors.items() if not _is_skipped(name, model)})
     check_tensors(model, gguf)
@@ -231,8 +234,9 @@ class _Builder:
             reader_stand_in.store = self.store
         tokenizer = Tokenizer.from_kv(self.gguf.kv, str(self.gguf.path))
         scheduler = Scheduler(cache, room, resolved.max_step_tokens, resolved.max_sequences)
+        sampler = Sampler(ops, most_rows)
         engine = Engine(
-            scheduler, cache, self.pool, layout, Runner(model, ops), Sampler(ops, most_rows),
+            scheduler, cache, self.pool, layout, Runner(model, ops, sampler.ids), sampler,
             context_length, self.model_config.n_vocab,
             frozenset(tokenizer.eog_ids) if tokenizer is not None else frozenset(), self.config.seed, self.store,
         )  # fmt: skip

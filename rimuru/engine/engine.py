@@ -14,6 +14,7 @@ import numpy as np
 from rimuru.base import env
 from rimuru.base.errors import BadInputError, ContextLengthError, RimuruError
 from rimuru.engine.assemble import assemble
+from rimuru.engine.flight import Flight
 from rimuru.engine.runner import Runner
 from rimuru.engine.sampler import Sampler
 from rimuru.engine.scheduler import Scheduler
@@ -58,6 +59,9 @@ class Engine:
     ) -> None:
         self.scheduler, self.cache, self.pool, self.layout = scheduler, cache, pool, layout
         self.runner, self.sampler = runner, sampler
+        self._flight: Flight | None = None
+        self.overlaps: bool = sampler.ops.overlaps and not env.poison_free_pages()
+        """Plan and queue a step while the one before runs; off where freed pages are written to at once."""
         self.context_length, self.n_vocab, self.eog_ids = context_length, n_vocab, eog_ids
         self.store = store
         self.n_steps = 0
@@ -133,28 +137,63 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._aborts)
+        return self.scheduler.has_work or bool(self._aborts) or self._flight is not None
 
     # ---- stepping
     def step(self) -> StepReport:
-        """One step: drop what was cancelled, plan, run, sample, commit."""
+        """One step: drop what was cancelled, plan and launch, then take in the tokens of the step before (on the CPU:
+        of this one)."""
         self._drop_aborted()
         self.plan = None
         self.plan = plan = self.scheduler.schedule()
         report = StepReport([], self._fail(plan))
-        if plan.items:
-            self._begin()
-            sampling = [item.sequence for item in plan.items if item.samples]
-            try:
-                logits = self.runner.run(assemble(plan.items, self.cache, self.layout))
-                token_ids = self.sampler.sample(logits, sampling)
-            except Exception as error:
-                self._fail_step(plan, error, report)
-            else:
-                self._commit(plan, sampling, token_ids, report)
-        if env.audit_every_step() or not self.scheduler.has_work:
+        flight = self._launch(plan, report) if plan.items else None
+        self._land(report)
+        self._flight = flight
+        if flight is not None and (flight.must_land or not self.overlaps):
+            self._land(report)
+        if env.audit_every_step() or not self.has_work:
             self.audit()
         return report
+
+    def _launch(self, plan: StepPlan, report: StepReport) -> Flight | None:
+        """Queue the planned step; None where that failed."""
+        self._begin()
+        sampling = [item.sequence for item in plan.items if item.samples]
+        try:
+            logits = self.runner.run(assemble(plan.items, self.cache, self.layout))
+            fetch = self.sampler.start(logits, sampling)
+        except Exception as error:
+            self._fail_step(plan.items, error, report)
+            return None
+        return Flight.launch(plan.items, sampling, fetch)
+
+    def _land(self, report: StepReport) -> None:
+        """Wait for the step in flight, tell the cache what was written, append the sampled tokens."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        try:
+            token_ids = flight.fetch()
+        except Exception as error:
+            self._fail_step(flight.items, error, report)
+            return
+        for item in flight.still_runs():
+            sequence = item.sequence
+            begin = sequence.n_cached - sequence.n_in_flight
+            self.cache.commit(sequence.seq_id, sequence.tokens[begin : begin + item.n_tokens])
+            sequence.n_in_flight -= item.n_tokens
+            if sequence.n_cached in sequence.snapshot_at:
+                self.cache.snapshot(sequence.seq_id)
+        for sequence, token_id in zip(flight.sampling, token_ids, strict=True):
+            sequence.n_pending -= 1
+            if sequence.is_finished:
+                continue
+            sequence.append(int(token_id))
+            report.advanced.append(sequence)
+            if sequence.finish_reason is not None:
+                self.finish(sequence)
+                report.ended.append(sequence)
 
     def _begin(self) -> None:
         self.n_steps += 1
@@ -172,13 +211,13 @@ class Engine:
             sequence.state = "finished"
         return list(plan.failed)
 
-    def _fail_step(self, plan: StepPlan, error: Exception, report: StepReport) -> None:
+    def _fail_step(self, items: list[PlannedTokens], error: Exception, report: StepReport) -> None:
         """A step that broke ends the requests in it, with the reason; what they wrote to the cache is not reused."""
-        log.error(
-            "a step with %d requests failed: %s", len(plan.items), error, exc_info=not isinstance(error, RimuruError)
-        )
-        for item in plan.items:
+        log.error("a step with %d requests failed: %s", len(items), error, exc_info=not isinstance(error, RimuruError))
+        for item in items:
             sequence = item.sequence
+            if sequence.is_finished:
+                continue
             if not isinstance(error, RimuruError):
                 sequence.error = RimuruError(
                     f"the engine failed in this request's step: {type(error).__name__}: {error}"
@@ -188,21 +227,6 @@ class Engine:
                 sequence.error = error
             self.scheduler.remove(sequence, keep_prefix=False)
             report.ended.append(sequence)
-
-    def _commit(self, plan: StepPlan, sampling: list[Sequence], token_ids: np.ndarray, report: StepReport) -> None:
-        """Move the marks of the sequences that ran, append the sampled tokens, let the finished go."""
-        for item in plan.items:
-            begin = item.sequence.n_cached
-            self.cache.commit(item.sequence.seq_id, item.sequence.tokens[begin : begin + item.n_tokens])
-            item.sequence.n_cached += item.n_tokens
-            if item.sequence.n_cached in item.sequence.snapshot_at:
-                self.cache.snapshot(item.sequence.seq_id)
-        for sequence, token_id in zip(sampling, token_ids, strict=True):
-            sequence.append(int(token_id))
-            report.advanced.append(sequence)
-            if sequence.finish_reason is not None:
-                self.finish(sequence)
-                report.ended.append(sequence)
 
     def warm_up(self) -> None:
         """Run three tokens through the model and sample, so that kernels are compiled before the first request."""
@@ -220,7 +244,7 @@ class Engine:
     def score(self, token_ids: list[int], chunk: int) -> Iterator[np.ndarray]:
         """Logits after each of token_ids, as float32 [r, n_vocab] arrays in order; the prompt is run in pieces of
         `chunk` tokens, without prefix reuse. The engine must be idle."""
-        if self.scheduler.has_work:
+        if self.scheduler.has_work or self._flight is not None:
             raise BadInputError("logits cannot be scored while requests run")
         sequence = Sequence(
             next(self._ids), list(token_ids), len(token_ids), SamplingParams(), np.random.default_rng(0), frozenset(), 0

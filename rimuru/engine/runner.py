@@ -14,8 +14,9 @@ from rimuru.ops.base import Array, Ops, Step
 class Runner:
     """`run` gives the logits that are sampled from; `run_scored` those of every token, in groups of rows."""
 
-    def __init__(self, model: Model, ops: Ops) -> None:
-        self.model, self.ops = model, ops
+    def __init__(self, model: Model, ops: Ops, sampled_ids: Array) -> None:
+        """sampled_ids: int32 [rows], where the sampler leaves a step's tokens."""
+        self.model, self.ops, self.sampled_ids = model, ops, sampled_ids
 
     def run(self, batch: Batch) -> Array:
         """float32 [R, n_vocab] for Batch.logit_rows, R at most the model's max_logit_rows; None where R is 0."""
@@ -23,13 +24,14 @@ class Runner:
         if batch.is_decode and n_rows == batch.n_seqs:
             return self.ops.run_decode(batch, self._decode)[:n_rows]
         step = self.ops.stage(batch)
+        self.ops.take_tokens(step.token_ids, self.sampled_ids)
         self.model.hidden(step)
         if n_rows:
             return self.model.logits(step, step.logit_rows, n_rows)
-        self.ops.synchronize()  # nobody waits for a result, but pages may move once the step is over
         return None
 
     def _decode(self, step: Step) -> Array:
+        self.ops.take_tokens(step.token_ids, self.sampled_ids)
         self.model.hidden(step)
         return self.model.logits(step, step.logit_rows, step.host.n_seqs)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from rimuru.ops.base import Array, Ops, SampleParams
@@ -52,23 +54,32 @@ class Sampler:
 
     def __init__(self, ops: Ops, max_rows: int) -> None:
         self.ops = ops
-        self._ids = ops.empty((max_rows,), np.int32)
+        self.ids = ops.empty((max_rows,), np.int32)
+        """The last step's ids, at a fixed address: the next step takes its tokens from there."""
 
     def sample(self, logits: Array, sequences: list[Sequence]) -> np.ndarray:
-        """int32 [R] token ids for logits [R, n_vocab]; log-probabilities are appended to the sequences that want them.
+        """int32 [R] token ids for logits [R, n_vocab], waited for."""
+        return self.start(logits, sequences)()
 
-        They are taken first, because constraints and penalties may change the logits in place.
+    def start(self, logits: Array, sequences: list[Sequence]) -> Callable[[], np.ndarray]:
+        """Queue the choice of one token per row; the result waits for the ids int32 [R].
+
+        Log-probabilities are appended to the sequences that want them, and waited for here. They are taken first,
+        because constraints and penalties may change the logits in place.
         """
         if not sequences:
-            return np.empty(0, np.int32)
+            return lambda: _EMPTY_IDS
         wanting = [(row, s) for row, s in enumerate(sequences) if s.params.want_logprobs or s.params.logprobs]
         rows = {row: self.ops.download(logits[row : row + 1])[0].copy() for row, _ in wanting}
         self._constrain(logits, sequences)
-        self.ops.sample(logits, sample_params(sequences), self._ids[: len(sequences)])
-        ids = self.ops.download(self._ids[: len(sequences)]).copy()
-        for row, sequence in wanting:
-            sequence.logprobs.append(token_logprob(rows[row], int(ids[row]), sequence.params.logprobs))
-        return ids
+        self.ops.sample(logits, sample_params(sequences), self.ids[: len(sequences)])
+        fetch = self.ops.fetch(self.ids[: len(sequences)])
+        if wanting:
+            ids = fetch()
+            for row, sequence in wanting:
+                sequence.logprobs.append(token_logprob(rows[row], int(ids[row]), sequence.params.logprobs))
+            return lambda: ids
+        return fetch
 
     def _constrain(self, logits: Array, sequences: list[Sequence]) -> None:
         """-inf for the tokens that a sequence's constraint forbids."""

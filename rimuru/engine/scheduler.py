@@ -112,11 +112,11 @@ class Scheduler:
         A place in the budget is kept for every decoding sequence before prompts get the rest. Going in order means
         that whoever has to give way has not been planned yet.
         """
-        decoding = sum(1 for s in self.running if s.n_uncached == 1)
+        decoding = sum(1 for s in self.running if s.n_uncached == 1 and not s.will_end)
         prompt_budget = max(0, self.max_step_tokens - decoding)
         used = 0
         for sequence in list(self.running):
-            if sequence.state != "running":  # gave way to an older one a moment ago
+            if sequence.state != "running" or sequence.will_end:  # gave way to an older one, or has its last token
                 continue
             n_tokens = 1 if sequence.n_uncached == 1 else min(sequence.n_runnable, prompt_budget)
             if n_tokens and self._reserve(sequence, n_tokens, plan):
@@ -127,6 +127,7 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, n_tokens: int, plan: StepPlan) -> bool:
         """Pages for n_tokens more tokens, taken from experts or from the youngest running sequence if need be."""
+        n_tokens += sequence.n_in_flight  # the cache counts from what it was told of
         while not self.cache.extend(sequence.seq_id, n_tokens):
             if self.room.make(sequence.seq_id, n_tokens, len(self.running), True):
                 continue
@@ -147,7 +148,7 @@ class Scheduler:
         """Back to the head of the queue; its full blocks stay findable until their pages are wanted."""
         self.cache.release(sequence.seq_id, keep_prefix)
         self.running.remove(sequence)
-        sequence.n_cached = 0
+        sequence.n_cached = sequence.n_in_flight = 0
         sequence.state = "waiting"
         sequence.n_preemptions += 1
         self.n_preemptions += 1

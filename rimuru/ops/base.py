@@ -155,6 +155,8 @@ class Ops(Protocol):
     """Verbs of a backend. T = tokens of the step, S = sequences, d = n_embd."""
 
     name: str
+    overlaps: bool
+    """Work is queued: the host may plan the next step while one runs."""
 
     # ---- memory
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
@@ -165,6 +167,12 @@ class Ops(Protocol):
 
     def download(self, array: Array) -> np.ndarray:
         """A host copy of a device array; waits for pending work on it."""
+
+    def fetch(self, array: Array) -> Callable[[], np.ndarray]:
+        """Queue a copy to the host; the result waits for it and gives the values as they are now."""
+
+    def take_tokens(self, ids: Array, previous: Array) -> None:
+        """Replace ids -1 - r by previous[r]: tokens of the step before that only the device knows. int32."""
 
     def assign(self, target: Array, host: np.ndarray) -> None:
         """Write host values over a device array of the same shape and type, in order with the work queued before."""

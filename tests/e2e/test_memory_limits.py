@@ -88,6 +88,28 @@ def test_resizing_while_requests_run_keeps_the_answers(model: Path, answers: lis
         assert min(sizes) < max(sizes)
 
 
+def test_a_host_one_step_behind_answers_the_same(model: Path, answers: list[list[int]]) -> None:
+    """The overlapped loop that devices use, here over the CPU's verbs, with pages moving and requests cancelled."""
+    with LLM(model, device="cpu", memory=least_memory(model), max_step_tokens=64, max_sequences=5) as llm:
+        engine = llm.loaded.engine
+        engine.overlaps = True
+        rng = np.random.default_rng(1)
+        sequences = [engine.add(p, GREEDY) for p in PROMPTS]
+        doomed = [engine.add(p[::-1], GREEDY) for p in PROMPTS]
+        while any(not s.is_finished for s in sequences):
+            engine.step()
+            if doomed and rng.random() < 0.3:
+                engine.abort(doomed.pop())
+            if rng.random() < 0.2:
+                llm.resize(int(rng.integers(least_memory(model), 2 * least_memory(model))))
+        assert [s.output_ids for s in sequences] == answers
+        for sequence in doomed:
+            engine.abort(sequence)
+        while engine.has_work:
+            engine.step()
+        engine.audit()
+
+
 def test_an_impossible_resize_changes_nothing(model: Path, answers: list[list[int]]) -> None:
     with LLM(model, device="cpu", max_step_tokens=64, max_sequences=8) as llm:
         before = llm.memory()

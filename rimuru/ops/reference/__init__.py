@@ -25,6 +25,8 @@ class ReferenceOps:
 
     name = "reference"
 
+    overlaps = False
+
     def __init__(self, dtype: Any = np.float32) -> None:
         self.dtype = np.dtype(dtype)
 
@@ -36,6 +38,14 @@ class ReferenceOps:
 
     def download(self, array: Array) -> np.ndarray:
         return np.array(array)
+
+    def fetch(self, array: Array) -> Callable[[], np.ndarray]:
+        values = np.array(array)
+        return lambda: values
+
+    def take_tokens(self, ids: Array, previous: Array) -> None:
+        late = ids < 0
+        ids[late] = previous[-1 - ids[late]]
 
     def assign(self, target: Array, host: np.ndarray) -> None:
         target[...] = host
