@@ -9,10 +9,10 @@ import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, Response
 from pydantic import BaseModel
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -47,6 +47,8 @@ from rimuru.server.settings import ServerSettings
 from rimuru.server.stream import ClientLeftError, Reply, event_stream, while_connected
 
 Model = TypeVar("Model", bound=BaseModel)
+Result = TypeVar("Result")
+LARGE_BODY_BYTES = 64 << 10
 _PAGE_TYPES = {"dashboard.css": "text/css", "dashboard.js": "text/javascript"}
 
 
@@ -69,6 +71,7 @@ class Service:
         self.changes = ChangeLog(loop.loaded)
         self.model_name = settings.model_name or loop.loaded.config.name or loop.loaded.gguf.path.stem
         self.created = int(time.time())
+        self._large = CapacityLimiter(2)
 
     async def read(self, request: Request, model: type[Model]) -> Model:
         """The request's JSON body, checked. The limits on size and time hold before anything is parsed."""
@@ -87,7 +90,14 @@ class Service:
             await asyncio.wait_for(receive(), self.settings.body_timeout_s)
         except asyncio.TimeoutError:
             raise BodyTimeoutError(f"the body did not come within {self.settings.body_timeout_s:g} seconds") from None
-        return await run_in_threadpool(_parse, bytes(body), model)
+        request.state.n_body_bytes = len(body)
+        return await self.work(request, _parse, bytes(body), model)
+
+    async def work(self, request: Request, function: Callable[..., Result], *args: Any) -> Result:
+        """Run a function in a worker thread. Few large requests are worked on at once: each may take seconds and
+        hundreds of megabytes, and small ones must not wait for them."""
+        is_large = request.state.n_body_bytes > LARGE_BODY_BYTES
+        return await to_thread.run_sync(function, *args, limiter=self._large if is_large else None)
 
     async def answer(
         self, request: Request, body: schema.SamplingFields, prepared: Prepared, prefix: str, writer: Writer
@@ -208,14 +218,14 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", openapi_extra=body_of(schema.ChatRequest))
     async def chat_completions(request: Request) -> Response:
         body = await service.read(request, schema.ChatRequest)
-        prepared = await run_in_threadpool(service.preparer.chat, body)
+        prepared = await service.work(request, service.preparer.chat, body)
         writer = ChatWriter(service.logprobs(bool(body.logprobs)))
         return await service.answer(request, body, prepared, "chatcmpl", writer)
 
     @app.post("/v1/completions", openapi_extra=body_of(schema.CompletionRequest))
     async def completions(request: Request) -> Response:
         body = await service.read(request, schema.CompletionRequest)
-        prepared = await run_in_threadpool(service.preparer.completion, body)
+        prepared = await service.work(request, service.preparer.completion, body)
         writer = CompletionWriter(service.logprobs(body.logprobs is not None))
         return await service.answer(request, body, prepared, "cmpl", writer)
 
@@ -238,18 +248,18 @@ def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", openapi_extra=body_of(schema.TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         body = await service.read(request, schema.TokenizeRequest)
-        return JsonResponse(await run_in_threadpool(_tokenize, service, body))
+        return JsonResponse(await service.work(request, _tokenize, service, body))
 
     @app.post("/detokenize", openapi_extra=body_of(schema.DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         body = await service.read(request, schema.DetokenizeRequest)
-        text = await run_in_threadpool(service.preparer.tokenizer.decode, body.tokens, True)
+        text = await service.work(request, service.preparer.tokenizer.decode, body.tokens, True)
         return JsonResponse({"content": text, "text": text, "prompt": text})
 
     @app.post("/apply-template", openapi_extra=body_of(schema.TemplateRequest))
     async def apply_template(request: Request) -> Response:
         body = await service.read(request, schema.TemplateRequest)
-        rendered = await run_in_threadpool(service.preparer.template, body)
+        rendered = await service.work(request, service.preparer.template, body)
         return JsonResponse({"prompt": rendered.text})
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rimuru.base.errors import BadInputError
+from rimuru.base.errors import BadInputError, ContextLengthError
 from rimuru.engine.build import LoadedModel
 from rimuru.request import SamplingParams, TokenConstraint
 from rimuru.server.answer_parser import END_THINK, THINK, AnswerParser, ReasoningSplitter
@@ -39,6 +39,22 @@ class Preparer:
         self.loaded = loaded
         self.context_length = loaded.engine.context_length
         self._grammars: GrammarCompiler | None = None
+        self._longest_token_bytes = 0
+
+    def _check_length(self, text: str) -> None:
+        """Refuse a text that cannot fit in the context before it is cut into tokens: that takes seconds and memory."""
+        if not self._longest_token_bytes:
+            tokenizer = self.tokenizer
+            self._longest_token_bytes = max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_vocab))
+        at_least = len(text.encode("utf-8", "replace")) // self._longest_token_bytes
+        if at_least >= self.context_length:
+            raise ContextLengthError(
+                f"the prompt has {at_least} tokens or more, but the context holds {self.context_length}; shorten it"
+            )
+
+    def _encode(self, text: str) -> list[int]:
+        self._check_length(text)
+        return self.tokenizer.encode_prompt(text)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -57,9 +73,9 @@ class Preparer:
     def completion(self, body: CompletionRequest) -> Prepared:
         """A raw completion: control tokens in the prompt are recognised, BOS is added as the file says."""
         body.refuse_unsupported()
-        prompts = [p if isinstance(p, list) else self.tokenizer.encode_prompt(p) for p in body.prompts()]
         params = body.sampling_params(self.context_length, body.logprobs is not None, body.logprobs or 0)
-        _check_answers(len(prompts) * params.n)
+        _check_answers(len(body.prompts()) * params.n)
+        prompts = [p if isinstance(p, list) else self._encode(p) for p in body.prompts()]
         make_constraint = self._format_constraint(body, ReasoningState(False, False))
         return Prepared(prompts, params, make_constraint, lambda: AnswerParser(None, None))
 
@@ -72,6 +88,7 @@ class Preparer:
         rendered = self.render(
             body.messages, tools, body.documents, True, _variables(body.chat_template_kwargs, body.reasoning_effort)
         )
+        self._check_length(rendered.marked)
         params = body.sampling_params(self.context_length, bool(body.logprobs), body.top_logprobs or 0)
         thinking = self._thinking(rendered.text, bool(tools))
         splits = thinking.possible and body.reasoning_format != "none"
