@@ -35,6 +35,7 @@ class CudaOps:
     """
 
     name = "cuda"
+    overlaps = True
 
     def __init__(self, deterministic: bool = False, device_id: int = 0) -> None:
         self.deterministic = deterministic
@@ -68,6 +69,20 @@ class CudaOps:
         self._enter()
         return cupy.asnumpy(array, stream=self.stream)
 
+    def fetch(self, array: Array) -> Callable[[], np.ndarray]:
+        """A pinned copy on the way; CuPy keeps and reuses the pinned memory."""
+        self._enter()
+        n_bytes = array.nbytes
+        pinned = cupy.cuda.alloc_pinned_memory(max(n_bytes, 1))
+        cupy.cuda.runtime.memcpyAsync(pinned.ptr, array.data.ptr, n_bytes, 2, self.stream.ptr)
+        event = self.stream.record(cupy.cuda.Event(disable_timing=True))
+
+        def values() -> np.ndarray:
+            event.synchronize()
+            return np.frombuffer(pinned, array.dtype, array.size).reshape(array.shape).copy()
+
+        return values
+
     def assign(self, target: Array, host: np.ndarray) -> None:
         self._enter()
         target.set(np.ascontiguousarray(host), stream=self.stream)
@@ -94,7 +109,8 @@ class CudaOps:
         return pool.reserve(n_bytes, limit_bytes, self.info.id)
 
     def copier(self) -> CudaCopier:
-        return CudaCopier(self.info.id, self.info.host_pointers)
+        """Its copies come after the steps queued so far: those may still read or write what is copied over."""
+        return CudaCopier(self.info.id, self.info.host_pointers, self.stream)
 
     def stage(self, batch: Batch) -> Step:
         """One asynchronous copy to a fixed block: equal shapes give equal addresses."""

@@ -19,10 +19,10 @@ class CudaCopier:
     give it without waiting.
     """
 
-    def __init__(self, device_id: int, host_pointers: bool) -> None:
+    def __init__(self, device_id: int, host_pointers: bool, leader: Any = None) -> None:
         import cupy
 
-        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        self._cupy, self._runtime, self._leader = cupy, cupy.cuda.runtime, leader
         self._device_id, self._host_pointers = device_id, host_pointers
         with cupy.cuda.Device(device_id):
             self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -58,6 +58,7 @@ class CudaCopier:
 
     def fill(self, address: int, n_bytes: int, value: int) -> None:
         with self._cupy.cuda.Device(self._device_id):
+            self._follow_leader()
             self._runtime.memsetAsync(address, value, n_bytes, self.stream.ptr)
 
     def record(self) -> Any:
@@ -97,4 +98,10 @@ class CudaCopier:
 
     def _copy(self, target: int, source: int, n_bytes: int, kind: int) -> None:
         with self._cupy.cuda.Device(self._device_id):
+            self._follow_leader()
             self._runtime.memcpyAsync(target, source, n_bytes, kind, self.stream.ptr)
+
+    def _follow_leader(self) -> None:
+        """Start after the work that the leading stream, if there is one, has been given so far."""
+        if self._leader is not None:
+            self.follow(self._leader)

@@ -17,8 +17,7 @@ def head_linear_kernel(format_name: str) -> Kernel:
     return Kernel(
         "matmul/head_linear.cu",
         "head_linear",
-        "x: f32*, weights: u8*, out: f32*, n_tokens: i32, n_head: i32, n_in: i32, n_out: i32, rest: i32,"
-        "row_bytes: i64",
+        "x: f32*, weights: u8*, out: f32*, n_tokens: i32, n_head: i32, n_in: i32, n_out: i32, rest: i32,row_bytes: i64",
         {"FORMAT": format_name},
     )
 
