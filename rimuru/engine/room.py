@@ -29,6 +29,11 @@ log = logging.getLogger(__name__)
 
 Flip = Callable[[np.ndarray, np.ndarray], None]
 ElasticPolicy = Literal["paper", "cost"]
+PROMISE_SHARE = 0.25
+"""Of what running requests will likely grow by, so much is kept from new ones: others will have ended by then, and
+giving way is cheap while prompts are short (tools/LOG.md)."""
+REUSE_WORTH = 0.05
+"""Where fewer of the requests begin with a known prefix, experts are worth more than prefixes."""
 TARGET_STEPS = 16
 """How often policy `cost` computes how many experts should be absent."""
 
@@ -62,7 +67,7 @@ class CompactingRoom:
         """See engine.scheduler.Room. Free pages are good for nothing else."""
         return True
 
-    def adjust(self, n_running: int, n_waiting: int, n_promised_tokens: int) -> None:
+    def adjust(self, n_running: int, n_waiting: int, promised_tokens: Callable[[], int], reuse_rate: float) -> None:
         """See engine.scheduler.Room. A fixed number of experts stays as it is."""
 
     def before_moves(self) -> None:
@@ -160,13 +165,23 @@ class ExpertRoom(CompactingRoom):
     def _keeps_running(self, n_shrink: int, n_running: int) -> bool:
         """Policy `cost`: whether n experts give way before a running request does."""
         assert self.store is not None
-        rates = self.store.rates
-        more_s = self._link_seconds(n_shrink, n_running)
-        if shrink_pays(n_running, rates.compute_s, rates.link_s, more_s, rates.exposed_share):
+        residency, rates = self.store.residency, self.store.rates
+        more_s = self._link_seconds(residency.coldest_indices(n_shrink), n_running)
+        n_back = round(self._used_pages() / n_running / self.pages_per_expert)
+        back_s = self._link_seconds(residency.hottest_absent_indices(n_back), n_running)
+        let_go_s = max(0.0, rates.link_s - back_s)
+        if shrink_pays(n_running, rates.compute_s, rates.link_s + more_s, let_go_s, rates.exposed_share):
             rates.link_bytes += more_s * rates.link_bytes_per_s
             return True
         self._refuse(f"{n_shrink} experts would cost {more_s * 1e3:.1f} ms of every step of {n_running} requests")
         return False
+
+    def _used_pages(self) -> float:
+        """Expert pages' worth of what running requests hold."""
+        assert self.layout.expert is not None
+        allocator = self.pool.allocator
+        used = sum(allocator.bytes_in_use(kind) for kind in ("kv", "ssm", "conv")) / self.layout.expert.page_bytes
+        return max(0.0, used - self._unused_prefix_pages())
 
     def admits(self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int) -> bool:
         """See engine.scheduler.Room. Policy `cost`: the request, and what the others will still take, must fit in the
@@ -177,7 +192,7 @@ class ExpertRoom(CompactingRoom):
         assert self.store is not None and self.layout.expert is not None
         n_absent = self.layout.expert.n_experts - self.store.residency.n_resident
         budget = self.free_pages + self._unused_prefix_pages() + (self.target - n_absent) * self.pages_per_expert
-        wanted = self._request_pages(seq_id, n_tokens) + n_promised_tokens * self._pages_per_token
+        wanted = self._request_pages(seq_id, n_tokens) + PROMISE_SHARE * n_promised_tokens * self._pages_per_token
         if wanted <= budget:
             return True
         if self._refused != seq_id:
@@ -188,14 +203,12 @@ class ExpertRoom(CompactingRoom):
     def _set_target(self, n_running: int, n_waiting: int, n_promised_tokens: int) -> None:
         """Policy `cost`: how many experts should be absent, from what steps cost now."""
         assert self.store is not None and self.layout.expert is not None
-        residency, rates, allocator = self.store.residency, self.store.rates, self.pool.allocator
+        residency, rates = self.store.residency, self.store.rates
         n_absent = self.layout.expert.n_experts - residency.n_resident
         if rates.compute_s <= 0.0 or n_running == 0:
             self.target = n_absent
             return
-        page_bytes = self.layout.expert.page_bytes
-        used = sum(allocator.bytes_in_use(kind) for kind in ("kv", "ssm", "conv")) / page_bytes
-        used -= min(used, self._unused_prefix_pages())
+        used = self._used_pages()
         without = self.free_pages + used - n_absent * self.pages_per_expert
         per_request = (used + n_promised_tokens * self._pages_per_token) / n_running
         order = residency.coldest_first()
@@ -217,12 +230,11 @@ class ExpertRoom(CompactingRoom):
             rates.exposed_share,
         )
 
-    def _link_seconds(self, n_experts: int, n_tokens: int) -> float:
-        """What n experts fewer in the pool add to the link's load of a step."""
+    def _link_seconds(self, experts: np.ndarray, n_tokens: int) -> float:
+        """Link time of a step that these experts (flat indices) take while they are absent."""
         assert self.store is not None
-        residency, rates = self.store.residency, self.store.rates
-        used = float(residency.use_probability(residency.coldest_indices(n_experts), n_tokens).sum())
-        return used * self.expert_bytes / rates.link_bytes_per_s
+        used = float(self.store.residency.use_probability(experts, n_tokens).sum())
+        return used * self._surprise * self.expert_bytes / self.store.rates.link_bytes_per_s
 
     def _request_pages(self, seq_id: int, n_tokens: int) -> float:
         """Expert pages' worth of all that a request of so many further tokens takes."""
@@ -281,15 +293,17 @@ class ExpertRoom(CompactingRoom):
         return len(victims)
 
     # ---- once per step
-    def adjust(self, n_running: int, n_waiting: int, n_promised_tokens: int) -> None:
+    def adjust(self, n_running: int, n_waiting: int, promised_tokens: Callable[[], int], reuse_rate: float) -> None:
         """See engine.scheduler.Room. Nobody lacks pages: keep a small reserve, give the rest to experts."""
         assert self.store is not None
         is_short, self._is_short = self._is_short, False
         if self.policy == "cost" and self._n_steps % TARGET_STEPS == 0:
-            self._set_target(n_running, n_waiting, n_promised_tokens)
+            self._set_target(n_running, n_waiting, promised_tokens())
         self._n_steps += 1
         if is_short:
             return
+        if reuse_rate < REUSE_WORTH:
+            self._reclaim_prefixes()
         free, k = self.free_pages, self.pages_per_expert
         if self.policy == "paper":
             n_shrink, _ = paper_decision(0, free + self._unused_prefix_pages(), k)
@@ -302,6 +316,14 @@ class ExpertRoom(CompactingRoom):
             n_expand = cost_expand(free, k, idle_s, self.expert_bytes / rates.link_bytes_per_s)
         if n_expand:
             self._record("expand", f"{free} pages are free", self.store.expand(n_expand))
+
+    def _reclaim_prefixes(self) -> None:
+        """Prefixes that nobody comes back for give their pages to experts, a few per step, the oldest first."""
+        assert self.store is not None and self.layout.expert is not None
+        n_wanted = int(8 * self.pages_per_expert) - self.free_pages
+        is_absent = self.store.residency.n_resident < self.layout.expert.n_experts
+        if is_absent and n_wanted > 0 and self._unused_prefix_pages() > 0:
+            self.cache.evict_prefix(n_wanted * self._kv_per_page)
 
     def _unused_prefix_pages(self) -> int:
         """Expert pages that requests could have by giving up prefixes that nobody uses."""

@@ -13,6 +13,7 @@ Knows memory only through SequenceCache and `Room`; runs without weights.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 from rimuru.base.errors import NotEnoughMemoryError
@@ -50,8 +51,11 @@ class Room(Protocol):
         """Whether a waiting request of n_tokens (its likely answer included) should start beside n_running others,
         which will likely grow by n_promised_tokens together. It may be refused only while others run."""
 
-    def adjust(self, n_running: int, n_waiting: int, n_promised_tokens: int) -> None:
-        """Everything that this step needs has been asked for: use what is left. Once per step."""
+    def adjust(self, n_running: int, n_waiting: int, promised_tokens: Callable[[], int], reuse_rate: float) -> None:
+        """Everything that this step needs has been asked for: use what is left. Once per step.
+
+        promised_tokens(): as in `admits`; reuse_rate: share of the requests lately that began with a known prefix.
+        """
 
 
 class NoRoom:
@@ -63,7 +67,7 @@ class NoRoom:
     def admits(self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int) -> bool:
         return True
 
-    def adjust(self, n_running: int, n_waiting: int, n_promised_tokens: int) -> None:
+    def adjust(self, n_running: int, n_waiting: int, promised_tokens: Callable[[], int], reuse_rate: float) -> None:
         return None
 
 
@@ -85,6 +89,8 @@ class Scheduler:
         self.n_preemptions = 0
         self.mean_output_tokens = 256.0
         """Of answers so far, smoothed: what is expected of those to come."""
+        self.reuse_rate = 1.0
+        """Share of the requests lately that began with a known prefix."""
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind those of its priority and above."""
@@ -103,7 +109,7 @@ class Scheduler:
         budget = self._continue_running(plan)
         if not plan.preempted:
             self._admit(plan, budget)
-        self.room.adjust(len(self.running), len(self.waiting), self._promised_tokens())
+        self.room.adjust(len(self.running), len(self.waiting), self._promised_tokens, self.reuse_rate)
         return plan
 
     def _continue_running(self, plan: StepPlan) -> int:
@@ -172,6 +178,7 @@ class Scheduler:
             self.waiting.popleft()
             if sequence.n_preemptions == 0:
                 sequence.n_reused = n_reused
+                self.reuse_rate += 0.1 * ((n_reused > 0) - self.reuse_rate)
             sequence.state = "running"
             self.running.append(sequence)
             plan.items.append(PlannedTokens(sequence, n_tokens, n_tokens == sequence.n_uncached))

@@ -196,8 +196,8 @@ class DeviceExpertStore(ResidentSet):
             self.ops.assign(self._mirror, self.view.table.values)
 
     def close(self) -> None:
-        """Nothing may be writing to host memory that is about to go."""
-        self.copier.wait()
+        """Host memory goes back; nothing may read experts any more."""
+        self.copier.close()
 
     def audit(self) -> None:
         """Raise unless every expert is in exactly one place."""

@@ -27,7 +27,7 @@ DECAY_TOKENS = 2000.0
 """A choice counts 1/e after so many tokens."""
 PROFILE_TOKENS = 500.0
 """What an offline profile weighs against tokens that were seen while serving."""
-AUTO_RECENCY_TOKENS = 24.0
+AUTO_RECENCY_TOKENS = 64.0
 """Mean tokens in a step up to which `auto` goes by recency."""
 _SMOOTHING = 0.05
 _RESCALE_AT = 1e100

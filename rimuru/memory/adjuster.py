@@ -20,8 +20,9 @@ N_EXPAND_PER_STEP = 5
 HIDDEN_SHARE = 0.95
 """Of a step's compute behind which copies can hide at best."""
 RATE_SLACK = 0.05
-KEEP_SHARE = 0.8
-"""A running request that gives way is run again later: what the others gain by it is worth so much."""
+"""What a shorter step is worth: so much of the best rate."""
+KEEP_SHARE = 0.97
+"""What the others gain by letting a request go is worth so much: it has to be run again."""
 MOST_DECODE_TOKENS = 128
 """A step with more tokens is one of prompts."""
 _SMOOTHING = 0.2
@@ -87,12 +88,16 @@ def offload_target(
 
 
 @numba.njit(cache=True, nogil=True, fastmath=False)
-def shrink_pays(n_running: int, compute_s: float, link_s: float, more_link_s: float, exposed_share: float) -> bool:
-    """Whether experts give way for the next pages of a running request. The other choice is to let one request go and
-    run it again later: n / T(more) > KEEP_SHARE * (n - 1) / T(now)."""
-    now_s = step_seconds(compute_s, link_s, exposed_share)
-    more_s = step_seconds(compute_s, link_s + more_link_s, exposed_share)
-    return n_running * now_s >= KEEP_SHARE * (n_running - 1) * more_s
+def shrink_pays(
+    n_running: int, compute_s: float, kept_link_s: float, let_go_link_s: float, exposed_share: float
+) -> bool:
+    """Whether experts give way for the next pages of a running request. The other choice is to let one request go,
+    whose pages then hold experts, and to run it again later: n / T(kept) against KEEP_SHARE * (n - 1) / T(let go)."""
+    if n_running <= 1 or compute_s <= 0.0:
+        return True
+    kept_s = step_seconds(compute_s, kept_link_s, exposed_share)
+    let_go_s = step_seconds(compute_s, let_go_link_s, exposed_share)
+    return n_running * let_go_s >= KEEP_SHARE * (n_running - 1) * kept_s
 
 
 @numba.njit(cache=True, nogil=True, fastmath=False)

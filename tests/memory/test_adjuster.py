@@ -71,11 +71,11 @@ def test_cost_finds_the_least_where_experts_do_not_fit() -> None:
     assert found == 54
 
 
-def test_running_requests_keep_their_pages_unless_experts_are_worth_far_more() -> None:
-    assert shrink_pays(1, 0.01, 0.0, 10.0, 0.2)  # the last one always
-    assert shrink_pays(30, 0.01, 0.0, 0.001, 0.2)
-    assert not shrink_pays(30, 0.01, 0.010, 0.020, 0.2)
-    assert shrink_pays(30, 0.0, 0.0, 0.0, 0.2)  # nothing measured yet
+def test_running_requests_keep_their_pages_unless_experts_are_worth_more() -> None:
+    assert shrink_pays(1, 0.01, 10.0, 0.0, 0.2)  # the last one always
+    assert shrink_pays(30, 0.0, 10.0, 0.0, 0.2)  # nothing measured yet
+    assert shrink_pays(30, 0.01, 0.001, 0.0, 0.2)
+    assert not shrink_pays(30, 0.01, 0.030, 0.010, 0.2)
 
 
 def test_cost_expands_no_faster_than_the_link_carries() -> None:

@@ -1,4 +1,4 @@
-"""The simulator: deterministic, conserves what it counts, obeys its switches; the paper's case study where the trace is."""
+"""The simulator: deterministic, conserves what it counts, obeys its switches; the paper's case study."""
 
 from __future__ import annotations
 

@@ -86,10 +86,10 @@ def sensitivity(traces: Path) -> dict[str, Result | None]:
 
 
 def azure(traces: Path) -> dict[str, Result | None]:
-    """Qwen3-30B-A3B Q4_K_M in 14 GB of a desktop card, and single streams."""
+    """Qwen3-30B-A3B Q4_K_M in 14 GB of an RTX 4090 (PCIe 4), time stretched 4 times, and a single stream."""
     loads = {
-        "conversation x20": read_trace(traces / "azure_conv.csv", 60, 20.0),
-        "code x20": read_trace(traces / "azure_code.csv", 60, 20.0),
+        "conversation x4": read_trace(traces / "azure_conv.csv", 80, 4.0),
+        "code x4": read_trace(traces / "azure_code.csv", 80, 4.0),
         "single stream": [TraceRequest(0.0, 118, 512)],
     }
     policies: dict[str, dict[str, Any]] = {
@@ -101,14 +101,14 @@ def azure(traces: Path) -> dict[str, Result | None]:
     found: dict[str, Result | None] = {}
     for load, trace in loads.items():
         for name, more in policies.items():
-            settings = Settings(**{"memory_bytes": int(14e9), "card": card_named("rtx5090")} | more)
+            settings = Settings(**{"memory_bytes": int(14e9), "card": card_named("rtx4090")} | more)
             found[f"{load}, {name}"] = run("qwen3-30b-a3b", "q4_k_m", trace, settings)
     return found
 
 
 def ablation(traces: Path) -> dict[str, Result | None]:
     """One switch at a time off, on the conversation trace."""
-    trace = read_trace(traces / "azure_conv.csv", 40, 20.0)
+    trace = read_trace(traces / "azure_conv.csv", 40, 4.0)
     switches: dict[str, dict[str, Any]] = {
         "all on": {},
         "not elastic": {"policy": "fixed", "resident_experts": 0.5},
