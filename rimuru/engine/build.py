@@ -102,10 +102,14 @@ class LoadedModel:
         resize_pool(self.pool, self.room, self.engine.scheduler, pool_bytes, self.least_pool_bytes)
 
     def close(self) -> None:
+        self.ops.synchronize()
         if self.store is not None:
             self.store.close()
         if self.source is not None:
             self.source.close()
+        if self.pool.copier is not None:
+            self.pool.copier.close()
+        self.ops.close()
         self.pool_memory.close()
         self.gguf.close()
 

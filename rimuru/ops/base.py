@@ -136,6 +136,9 @@ class Copier(Protocol):
     def wait(self, marker: Any | None = None) -> None:
         """Block until everything queued (or everything before the marker) has happened."""
 
+    def close(self) -> None:
+        """Wait, and give the memory of alloc_host back."""
+
 
 class PoolMemory(Protocol):
     """The range of addresses that the pool lies in."""
@@ -216,6 +219,9 @@ class Ops(Protocol):
 
     def synchronize(self) -> None:
         """Wait until all queued work is done."""
+
+    def close(self) -> None:
+        """Give back what the backend holds besides the arrays it made."""
 
     # ---- pointwise
     def embed(self, table: Weight, token_ids: Array, scale: float, out: Array) -> None:

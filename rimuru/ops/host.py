@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from rimuru.base.errors import AuditError, NotEnoughMemoryError
 from rimuru.base.units import MIB, align_up, human_bytes
 
 _HUGE_PAGE_BYTES = 2 * MIB
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+"""Older Pythons do not name it. Without it Linux refuses ranges larger than RAM, also those that are never touched."""
 
 
 def bytes_at(address: int, n_bytes: int) -> np.ndarray:
@@ -57,11 +60,16 @@ class HostPool:
     def __init__(self, n_bytes: int, limit_bytes: int) -> None:
         self.limit_bytes = max(n_bytes, limit_bytes)
         reserved = align_up(max(self.limit_bytes, 1), mmap.PAGESIZE) + _HUGE_PAGE_BYTES
-        if hasattr(mmap, "MAP_ANONYMOUS"):
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-            self._range = mmap.mmap(-1, reserved, flags=flags)
-        else:
-            self._range = mmap.mmap(-1, reserved)
+        try:
+            if hasattr(mmap, "MAP_ANONYMOUS"):
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+                self._range = mmap.mmap(-1, reserved, flags=flags)
+            else:
+                self._range = mmap.mmap(-1, reserved)
+        except (OSError, OverflowError):
+            raise NotEnoughMemoryError(
+                f"the system refuses a range of {human_bytes(reserved)} for the pool; give a smaller --memory"
+            ) from None
         self._bytes: np.ndarray | None = np.frombuffer(self._range, np.uint8)
         start = int(self._bytes.ctypes.data)
         self.base = align_up(start, _HUGE_PAGE_BYTES)
@@ -141,6 +149,9 @@ class HostCopier:
 
     def done(self, marker: int) -> bool:
         return marker <= self._n_copies
+
+    def close(self) -> None:
+        """Memory is RAM, which nothing has to unpin."""
 
     def wait(self, marker: int | None = None) -> None:
         """Nothing is ever pending."""

@@ -137,6 +137,13 @@ class CudaOps:
         self.sample.reserve(max_seqs)
         return self._staged.n_bytes
 
+    def close(self) -> None:
+        """Forget graphs and scratch, unpin what was pinned for steps and uploads. Nothing may run any more."""
+        self.stream.synchronize()
+        self.graphs.clear()
+        self._staged.close()
+        self._uploader.release()
+
     def synchronize(self) -> None:
         self.stream.synchronize()
 

@@ -183,6 +183,13 @@ class StagedBytes:
         self._slots = [PinnedMemory(self._capacity) for _ in range(_SLOTS)]
         self._events = [cupy.cuda.Event(disable_timing=True) for _ in range(_SLOTS)]
 
+    def close(self) -> None:
+        """Unpin the slots; their copies must have ended."""
+        for slots in (self._slots, *(slots for _, slots in self._outgrown)):
+            for slot in slots:
+                slot.close()
+        self._slots, self._outgrown, self._device, self._capacity = [], [], None, 0
+
     def send(self, arrays: Sequence[np.ndarray]) -> list[int]:
         """Queue the arrays' bytes one after another, each from a multiple of 16; returns their device addresses."""
         import cupy

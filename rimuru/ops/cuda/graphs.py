@@ -7,6 +7,7 @@ and position -1; kernels skip them.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,6 +105,9 @@ class DecodeGraphs:
     def _capture(self, step: Step, forward: Forward) -> _Captured:
         import cupy
 
+        # A collected object may unpin or free device memory, which is forbidden while this thread captures.
+        was_enabled = gc.isenabled()
+        gc.disable()
         with self._stream:
             # thread-local: copies of other threads' streams go on meanwhile
             self._stream.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeThreadLocal)
@@ -111,6 +115,8 @@ class DecodeGraphs:
                 result = forward(step)
             finally:
                 graph = self._stream.end_capture()
+                if was_enabled:
+                    gc.enable()
         graph.upload(self._stream)
         logger.debug("captured a decode step of %d sequences", step.host.n_seqs)
         return _Captured(graph, result, step)

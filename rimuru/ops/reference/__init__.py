@@ -93,6 +93,9 @@ class ReferenceOps:
     def reserve_attention(self, n_head: int, group: KvGroupLayout, value_dim: int, max_queries: int) -> int:
         return 0
 
+    def close(self) -> None:
+        """Arrays are RAM."""
+
     def synchronize(self) -> None:
         """Nothing is ever queued."""
 
