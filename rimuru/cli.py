@@ -8,9 +8,10 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from rimuru import __version__
-from rimuru.base.errors import RimuruError
+from rimuru.base.errors import BadInputError, RimuruError
 from rimuru.base.log import LEVELS, setup_logging
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         setup_logging(args.log_level)
+        if getattr(args, "model", None) == "":  # a path would take it for the current folder
+            raise BadInputError("the model's name is empty")
         module, function = args.command.rsplit(".", 1)
         return int(getattr(importlib.import_module(f"rimuru.commands.{module}"), function)(args))
     except RimuruError as error:
@@ -45,6 +48,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose refusals are one line, as all others are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"rimuru: {' '.join(message.split())}; see `{self.prog} --help`\n")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    number = int(text) if text.strip().isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return number
+
+
 def number_list(text: str) -> list[int]:
     """Comma-separated positive whole numbers."""
     try:
@@ -61,7 +79,7 @@ def one_line(error: BaseException) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rimuru", description="Serves MoE models from GGUF files.")
+    parser = Parser(prog="rimuru", description="Serves MoE models from GGUF files.")
     parser.add_argument("--version", action="version", version=f"rimuru {__version__}")
     parser.set_defaults(command=None, log_level="warning")
     commands = parser.add_subparsers(metavar="COMMAND")
@@ -179,8 +197,8 @@ def _add_bench(commands: argparse._SubParsersAction, parents: list[argparse.Argu
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--prefill", type=number_list, default=[512], metavar="N,N")
     parser.add_argument("--streams", type=number_list, default=[1, 8], metavar="N,N")
-    parser.add_argument("--new", type=int, default=128, metavar="N", help="tokens to decode per stream")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N")
+    parser.add_argument("--new", type=positive, default=128, metavar="N", help="tokens to decode per stream")
+    parser.add_argument("--repeats", type=positive, default=3, metavar="N")
     parser.add_argument("--routing", default="model", choices=("model",), help="whose routing: the model's own router")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(command="bench.bench")

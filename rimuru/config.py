@@ -63,8 +63,11 @@ class EngineConfig:
                 raise BadInputError(f"{name} must be a whole number of at least 1, got {value!r}")
         if self.resident_experts is not None:
             object.__setattr__(self, "resident_experts", parse_share(self.resident_experts))
-        if self.expert_offload_limit is not None and self.expert_offload_limit < 0:
-            raise BadInputError(f"expert_offload_limit must be at least 0, got {self.expert_offload_limit}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise BadInputError(f"seed must be a whole number, got {self.seed!r}")
+        limit = self.expert_offload_limit
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+            raise BadInputError(f"expert_offload_limit must be a whole number of at least 0, got {limit!r}")
 
 
 def parse_share(value: int | float | str) -> int | float:
@@ -74,7 +77,12 @@ def parse_share(value: int | float | str) -> int | float:
             value = float(value) if any(c in value for c in ".eE") else int(value)
         except ValueError:
             raise BadInputError(f"resident experts must be a number or a share such as 0.5; got {value!r}") from None
-    if isinstance(value, bool) or not value >= 0 or (isinstance(value, float) and value > 1):
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        or not value >= 0
+        or (isinstance(value, float) and value > 1)
+    ):
         raise BadInputError(
             f"resident experts must be a number of at least 0 or a share from 0.0 to 1.0; got {value!r}"
         )

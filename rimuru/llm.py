@@ -114,8 +114,10 @@ class LLM:
         """
         batch = self._as_batch(prompts)
         params = params or SamplingParams()
-        outputs = [self._start(ids, params) for ids in batch]
+        outputs: list[list[TextOutput]] = []
         try:
+            for ids in batch:  # inside, so that a prompt that is refused takes those before it along
+                outputs.append(self._start(ids, params))
             self._run_until([o for answers in outputs for o in answers])
             return [self._collect(answers) for answers in outputs]
         finally:
@@ -157,8 +159,8 @@ class LLM:
     def score(self, token_ids: Seq[int], chunk: int | None = None) -> Iterator[np.ndarray]:
         """The rows of `logits` in order, a few at a time, for texts whose logits would not fit in memory."""
         ids = self._as_ids(token_ids)
-        if chunk is not None and chunk < 1:
-            raise BadInputError(f"chunk must be at least 1, got {chunk}")
+        if chunk is not None and (not isinstance(chunk, (int, np.integer)) or chunk < 1):
+            raise BadInputError(f"chunk must be a whole number of at least 1, got {chunk!r}")
         if len(ids) > self.context_length:
             raise BadInputError(f"{len(ids)} tokens do not fit in the context of {self.context_length}")
         self._check_ids(ids)
@@ -191,13 +193,17 @@ class LLM:
 
     # ---- inside
     def _as_batch(self, prompts: Any) -> list[list[int]]:
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, np.integer))):
+        if not isinstance(prompts, (str, Seq, np.ndarray)):
+            raise BadInputError(f"a prompt is a string or a list of token ids, not {type(prompts).__name__}")
+        if isinstance(prompts, (str, bytes)) or (len(prompts) and isinstance(prompts[0], (int, np.integer))):
             return [self._as_ids(prompts)]
         return [self._as_ids(prompt) for prompt in prompts]
 
     def _as_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenize(prompt)
+        if not isinstance(prompt, (Seq, np.ndarray)) or isinstance(prompt, bytes):
+            raise BadInputError(f"a prompt is a string or a list of token ids, not {type(prompt).__name__}")
         if not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in prompt):
             raise BadInputError("a prompt is a string or a list of token ids")
         return [int(i) for i in prompt]

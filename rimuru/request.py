@@ -14,6 +14,8 @@ from rimuru.base.errors import BadInputError, RimuruError
 
 FinishReason = Literal["stop", "length"]
 State = Literal["waiting", "running", "finished"]
+MAX_NUMBER = 1e6
+"""Temperatures and penalties up to here: beyond it they only bring float32 to its ends."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +50,24 @@ class SamplingParams:
         _require_int("top_k", self.top_k, 0)
         _require_int("logprobs", self.logprobs, 0)
         _require_int("n", self.n, 1)
-        _require_range("temperature", self.temperature, 0.0, math.inf)
+        _require_range("temperature", self.temperature, 0.0, MAX_NUMBER)
         _require_range("top_p", self.top_p, 0.0, 1.0)
         _require_range("min_p", self.min_p, 0.0, 1.0)
-        _require_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _require_range("presence_penalty", self.presence_penalty, -math.inf, math.inf)
-        _require_range("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        _require_range("repetition_penalty", self.repetition_penalty, 1 / MAX_NUMBER, MAX_NUMBER)
+        _require_range("presence_penalty", self.presence_penalty, -MAX_NUMBER, MAX_NUMBER)
+        _require_range("frequency_penalty", self.frequency_penalty, -MAX_NUMBER, MAX_NUMBER)
+        stops = (self.stop,) if not isinstance(self.stop, (list, tuple)) else tuple(self.stop)
         if not all(isinstance(s, str) for s in stops):
             raise BadInputError("stop must be a string or a list of strings")
         object.__setattr__(self, "stop", tuple(s for s in stops if s))
         if self.seed is not None and not isinstance(self.seed, (int, np.integer)):
             raise BadInputError(f"seed must be a whole number, got {self.seed!r}")
+        if not isinstance(self.logit_bias, (Mapping, type(None))):
+            raise BadInputError(f"logit_bias maps token ids to numbers; got {self.logit_bias!r}")
         bias = {} if self.logit_bias is None else dict(self.logit_bias)
         for token_id, value in bias.items():
-            if not isinstance(token_id, (int, np.integer)) or math.isnan(float(value)):
+            number = isinstance(value, (int, float, np.integer, np.floating)) and not math.isnan(float(value))
+            if not isinstance(token_id, (int, np.integer)) or not number:
                 raise BadInputError(f"logit_bias maps token ids to numbers; got {token_id!r}: {value!r}")
         object.__setattr__(self, "logit_bias", bias)
 
@@ -76,15 +81,12 @@ def _require_int(name: str, value: object, low: int) -> None:
         raise BadInputError(f"{name} must be a whole number of at least {low}, got {value!r}")
 
 
-def _require_range(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
+def _require_range(name: str, value: object, low: float, high: float) -> None:
     number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not number or not math.isfinite(float(value)):  # type: ignore[arg-type]
         raise BadInputError(f"{name} must be a finite number, got {value!r}")
-    if not (low < value if open_low else low <= value) or value > high:  # type: ignore[operator]
-        above = f"above {low:g}" if open_low else f"at least {low:g}"
-        raise BadInputError(
-            f"{name} must be {above}" + (f" and at most {high:g}" if high < math.inf else "") + f", got {value!r}"
-        )
+    if not low <= value <= high:  # type: ignore[operator]
+        raise BadInputError(f"{name} must be at least {low:g} and at most {high:g}, got {value!r}")
 
 
 @dataclass(slots=True)

@@ -28,6 +28,8 @@ def bench(args: argparse.Namespace) -> int:
             raise BadInputError(f"the benchmark needs a context of {longest} tokens, {llm.context_length} fit")
 
     with open_llm(args, check, max_sequences=most, prefix_cache=False) as llm:
+        if not args.quiet:
+            note("warming up (the first run on a machine compiles kernels)")
         result = measure(llm, args.prefill, args.streams, args.new, args.repeats, args.seed or 0)
     if args.json:
         print_json(result)
@@ -42,7 +44,6 @@ def bench(args: argparse.Namespace) -> int:
 def measure(llm: LLM, prefill: list[int], streams: list[int], n_new: int, n_repeats: int, seed: int) -> dict[str, Any]:
     """Medians over n_repeats; keys as design section 7 lists them."""
     rng = np.random.default_rng(seed)
-    note("warming up (the first run on a machine compiles kernels)")
     _prefill_rate(llm, rng, max(min(prefill, default=PROMPT_TOKENS), 2))
     _decode_rate(llm, rng, 1, 4)
     before = _counters(llm)

@@ -68,7 +68,7 @@ class Engine:
         self.plan: StepPlan | None = None
         """What the last step ran, or was about to run when it failed; None while it is being planned."""
         self._ids = itertools.count()
-        self._seeds = np.random.default_rng(seed)
+        self._seeds = np.random.default_rng(seed % (1 << 64))
         self._aborts: deque[Sequence] = deque()
 
     # ---- requests
@@ -95,7 +95,7 @@ class Engine:
             tokens=list(token_ids),
             n_prompt=len(token_ids),
             params=params,
-            rng=np.random.Generator(np.random.Philox(key=[seed % (1 << 64), index])),
+            rng=np.random.Generator(np.random.Philox(key=np.array([seed % (1 << 64), index], np.uint64))),
             eog_ids=self.eog_ids,
             max_total_tokens=self.context_length,
             priority=priority,

@@ -59,6 +59,9 @@ def resolve(
     """
     free_bytes = psutil.virtual_memory().available if device_bytes is None else device_bytes
     memory_bytes = int(free_bytes * AUTO_RAM_SHARE) if config.memory is None else int(config.memory)
+    if device_bytes is None and memory_bytes > (total_bytes := psutil.virtual_memory().total):
+        log.warning("--memory is lowered to the %s that this machine has", human_bytes(total_bytes))
+        memory_bytes = total_bytes
     if dense_bytes > memory_bytes:
         raise NotEnoughMemoryError(
             f"the weights outside the experts take {human_bytes(dense_bytes)}, more than the memory budget of "

@@ -74,13 +74,25 @@ def test_unwritable_output(capsys: pytest.CaptureFixture[str], tiny_models: Path
     refused(capsys, ["convert", model, "-o", "/proc/none/x.rimuru"], "/proc/none")
 
 
-def test_option_errors_of_the_parser() -> None:
-    for arguments in (
-        ["run"],
-        ["fly"],
-        ["run", "m.gguf", "--device", "tpu"],
-        ["bench", "m.gguf", "--prefill", "0"],
-        [],
-    ):
-        result = subprocess.run([sys.executable, "-m", "rimuru", *arguments], capture_output=True, text=True)
-        assert result.returncode == 2 and "Traceback" not in result.stderr
+@pytest.mark.parametrize(
+    ("arguments", "needle"),
+    [
+        (["run"], "MODEL"),
+        (["fly"], "fly"),
+        (["run", "m.gguf", "--device", "tpu"], "--device"),
+        (["run", "m.gguf", "--bogus"], "--bogus"),
+        (["bench", "m.gguf", "--prefill", "0"], "--prefill"),
+        (["bench", "m.gguf", "--new", "0"], "--new"),
+        (["bench", "m.gguf", "--repeats", "-1"], "--repeats"),
+        (["run", "", "-p", "x"], "empty"),
+    ],
+)
+def test_option_errors_of_the_parser(arguments: list[str], needle: str) -> None:
+    result = subprocess.run([sys.executable, "-m", "rimuru", *arguments], capture_output=True, text=True)
+    lines = result.stderr.strip().splitlines()
+    assert result.returncode == 2 and len(lines) == 1 and lines[0].startswith("rimuru: ") and needle in lines[0]
+
+
+def test_no_arguments_show_the_help() -> None:
+    result = subprocess.run([sys.executable, "-m", "rimuru"], capture_output=True, text=True)
+    assert result.returncode == 2 and "usage" in result.stderr and "Traceback" not in result.stderr
