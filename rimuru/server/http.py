@@ -17,20 +17,22 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from rimuru import __version__
-from rimuru.base.errors import BadInputError, RimuruError
+from rimuru.base.errors import BadInputError, NotEnoughMemoryError, RimuruError
 from rimuru.base.units import parse_bytes
 from rimuru.server import openai_schema as schema
 from rimuru.server.dashboard import STATIC, ChangeLog, memory_report, snapshot
 from rimuru.server.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
+    FieldError,
     NotFoundError,
     NotSupportedError,
     error_body,
     status_of,
     to_json,
 )
-from rimuru.server.loop import EngineLoop, Job, Mailbox, call_engine
+from rimuru.server.jobs import Job, Mailbox
+from rimuru.server.loop import EngineLoop, call_engine
 from rimuru.server.metrics import Metrics
 from rimuru.server.openapi import body_of, install
 from rimuru.server.prepare import Prepared, Preparer
@@ -298,7 +300,10 @@ def _add_state(app: FastAPI, service: Service) -> None:
         n_bytes = parse_bytes(body.memory)
 
         def apply() -> dict[str, Any]:
-            loop.loaded.resize(n_bytes)
+            try:
+                loop.loaded.resize(n_bytes)
+            except NotEnoughMemoryError as error:  # here the size is the client's wish, not the server's trouble
+                raise FieldError(str(error), "memory") from None
             return memory_report(loop.loaded)
 
         return JsonResponse(await service.engine(apply))

@@ -8,7 +8,7 @@ from typing import Any
 
 from rimuru.request import Piece, TokenLogprob
 from rimuru.server.answer_parser import AnswerParser, AnswerPart, Reasoning
-from rimuru.server.loop import AnswerPiece
+from rimuru.server.jobs import AnswerPiece
 from rimuru.server.tool_calls import CallArguments, CallStart, Content
 from rimuru.text.tokenizer import Tokenizer
 

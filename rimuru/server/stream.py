@@ -13,7 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rimuru.server.errors import error_body, to_json
-from rimuru.server.loop import EngineLoop, Job, JobFailed
+from rimuru.server.jobs import Job, JobFailed
+from rimuru.server.loop import EngineLoop
 from rimuru.server.replies import AnswerState, ReplyHead, Writer, usage_body
 
 Result = TypeVar("Result")
