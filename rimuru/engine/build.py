@@ -57,6 +57,8 @@ from rimuru.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
+FIXED_SHARE = 0.75
+"""Of the pool, for a fixed number of experts that nobody has named."""
 ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 
@@ -288,7 +290,7 @@ class _Builder:
         self.n_buffers = 0
         if layout.expert is not None and resolved.device == "cpu":  # a GPU reads every expert where it lies
             self.n_buffers = buffer_experts(layout.expert, top_k, left)
-        self.quotas = self._quotas()
+        self.quotas = self._quotas(left)
         if not resolved.memory_is_given:
             left = min(left, wanted_pool_bytes(layout, resolved.n_positions, resolved.max_sequences, self.n_buffers))
         n_huge = left // layout.huge_bytes
@@ -301,13 +303,17 @@ class _Builder:
         self.pool = PagePool(self.memory, layout, limit, self.ops.copier())
         return context
 
-    def _quotas(self) -> list[int] | None:
-        """Most residents per layer slot where their number is fixed; None where the adjuster decides."""
+    def _quotas(self, pool_bytes: int) -> list[int] | None:
+        """Most residents per layer slot where their number is fixed; None where the adjuster decides. Policy `fixed`
+        without a number leaves a quarter of the pool to requests."""
         layout = self.layout.expert
         if layout is None:
             return None
         if self.config.resident_experts is not None:
             return even_quotas(layout, n_resident_experts(parse_share(self.config.resident_experts), layout.n_experts))
+        if self.config.policy == "fixed":
+            expert_bytes = layout.n_pages * layout.page_bytes / layout.n_experts
+            return even_quotas(layout, min(layout.n_experts, int(FIXED_SHARE * pool_bytes / expert_bytes)))
         return even_quotas(layout, layout.n_experts) if self.config.policy == "static" else None
 
     def _elastic_policy(self) -> ElasticPolicy:

@@ -34,7 +34,9 @@ PROMISE_SHARE = 0.25
 giving way is cheap while prompts are short (tools/LOG.md)."""
 REUSE_WORTH = 0.05
 """Where fewer of the requests begin with a known prefix, experts are worth more than prefixes."""
-TARGET_STEPS = 16
+QUIET_STEPS = 8
+"""After so many steps in which free pages were enough, prefixes may give way to experts."""
+TARGET_STEPS = 32
 """How often policy `cost` computes how many experts should be absent."""
 
 
@@ -120,7 +122,8 @@ class ExpertRoom(CompactingRoom):
         self.expert_bytes = self.pages_per_expert * layout.expert.page_bytes
         self.decisions = DecisionLog()
         self._is_short = False
-        """In this step a request wants pages that experts may not give."""
+        """In this step a request wanted more pages than were free (R_b > 0)."""
+        self._last_short = -QUIET_STEPS
         self.target = 0
         """Policy `cost`: how many experts should be absent."""
         self._surprise = 1.5
@@ -154,8 +157,8 @@ class ExpertRoom(CompactingRoom):
         most = self._most_shrinks()
         if n_shrink > most and ceil_div(needed, max(1, int(self.pages_per_expert))) <= most:
             n_shrink = most
+        self._is_short = True
         if n_shrink > most or n_shrink == 0:
-            self._is_short = True
             return self._compact(seq_id, n_tokens)
         if self.policy == "cost" and is_running and not self._keeps_running(n_shrink, n_running):
             return self._compact(seq_id, n_tokens)
@@ -301,8 +304,9 @@ class ExpertRoom(CompactingRoom):
             self._set_target(n_running, n_waiting, promised_tokens())
         self._n_steps += 1
         if is_short:
+            self._last_short = self._n_steps
             return
-        if reuse_rate < REUSE_WORTH:
+        if reuse_rate < REUSE_WORTH and self._n_steps - self._last_short > QUIET_STEPS:
             self._reclaim_prefixes()
         free, k = self.free_pages, self.pages_per_expert
         if self.policy == "paper":
@@ -318,9 +322,9 @@ class ExpertRoom(CompactingRoom):
             self._record("expand", f"{free} pages are free", self.store.expand(n_expand))
 
     def _reclaim_prefixes(self) -> None:
-        """Prefixes that nobody comes back for give their pages to experts, a few per step, the oldest first."""
+        """Prefixes that nobody comes back for give their pages to experts, one expert's per step, the oldest first."""
         assert self.store is not None and self.layout.expert is not None
-        n_wanted = int(8 * self.pages_per_expert) - self.free_pages
+        n_wanted = min(int(8 * self.pages_per_expert) - self.free_pages, int(np.ceil(self.pages_per_expert)))
         is_absent = self.store.residency.n_resident < self.layout.expert.n_experts
         if is_absent and n_wanted > 0 and self._unused_prefix_pages() > 0:
             self.cache.evict_prefix(n_wanted * self._kv_per_page)

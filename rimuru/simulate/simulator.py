@@ -16,6 +16,7 @@ from rimuru.arch.common import Gguf
 from rimuru.arch.registry import read_config
 from rimuru.base.errors import BadInputError, NotEnoughMemoryError
 from rimuru.base.units import human_bytes
+from rimuru.engine.build import FIXED_SHARE
 from rimuru.engine.room import CompactingRoom, ExpertRoom
 from rimuru.engine.scheduler import Admission, Scheduler
 from rimuru.experts.residency import ResidencyPolicy
@@ -105,6 +106,9 @@ class NoCopier:
     def wait(self, marker: object = None) -> None:
         return None
 
+    def close(self) -> None:
+        return None
+
 
 class Simulation:
     """One model, one set of settings; `run` takes a trace through it."""
@@ -172,7 +176,8 @@ class Simulation:
         if settings.policy == "static":
             return even_quotas(self.experts, n_experts)
         if settings.policy == "fixed":
-            raise BadInputError("the policy `fixed` needs --resident-experts")
+            pages = int(FIXED_SHARE * self.pool.allocator.free_pages("expert"))
+            return even_quotas(self.experts, min(n_experts, pages * n_experts // self.experts.n_pages))
         return None
 
     def _router(self, seed: int) -> SyntheticRouter:

@@ -89,6 +89,8 @@ def test_fixed_and_static_answer_the_same(model: Path, tiny: int, answers: list[
     with open_tiny(model, tiny, policy="fixed", resident_experts=8) as llm:
         assert run(llm) == answers
         assert sum(llm.memory()["resident_experts"]) == 8
+    with open_tiny(model, tiny, policy="fixed", context=64) as llm:
+        assert run(llm)[:4] == answers[:4]
     with pytest.raises(NotEnoughMemoryError):
         open_tiny(model, tiny, policy="static")
 
