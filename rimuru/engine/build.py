@@ -96,6 +96,8 @@ class LoadedModel:
         if self.store is not None:
             report["hit_rate"] = self.store.counters.hit_rate
             report["read_bytes"] = self.store.counters.read_bytes
+        if isinstance(self.room, ExpertRoom):
+            report["decisions"] = self.room.decisions.snapshot()
         return report
 
     def resize(self, memory_bytes: int) -> None:

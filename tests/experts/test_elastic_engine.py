@@ -133,6 +133,7 @@ def test_quiet_steps_bring_experts_back(model: Path, tiny: int) -> None:
         assert room.decisions.counts["expand"] > 0
         store.finish_reads()
         assert store.residency.n_resident > n_before
+        assert llm.memory()["decisions"]["counts"]["expand"] > 0
         record = room.decisions.records(1)[0]
         assert record.action == "expand" and record.pages > 0 and record.bytes > 0 and "free" in record.reason
         llm.loaded.engine.audit()
