@@ -10,6 +10,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rimuru.base.env import ensure_code_cache
+
+ensure_code_cache()
+
 __version__ = "0.1.0"
 _HOMES = {
     "LLM": "rimuru.llm",

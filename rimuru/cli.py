@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
+    if sys.stdout is None or sys.stderr is None:  # closed by the caller (`>&-`)
+        sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.command is None:
@@ -38,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # keeps the exit from flushing into the void
+        return 1
+    except OSError as error:  # a full disk under stdout, for one
+        print(f"rimuru: {one_line(error)}", file=sys.stderr)
         return 1
     except MemoryError:
         print("rimuru: out of memory; give a smaller --memory", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -40,3 +41,40 @@ def cpu_kernels() -> str:
 def jit_disabled() -> bool:
     """NUMBA_DISABLE_JIT=1: Numba functions run as plain Python (tests of the control plane)."""
     return _flag("NUMBA_DISABLE_JIT", False)
+
+
+def user_cache_folders() -> tuple[Path, ...]:
+    """The user's cache folder of this package (it may not exist yet); none where there is no home folder."""
+    try:
+        return (Path.home() / ".cache" / "rimuru",)
+    except RuntimeError:  # no HOME, and a user without an account, as in some containers
+        return ()
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether a file can be written there; the folder is made if need be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def ensure_code_cache() -> None:
+    """Set NUMBA_CACHE_DIR to a temporary folder where neither the package's nor the user's folder can be written.
+
+    Numba refuses to define a cached function without a place for it. Runs before Numba is imported.
+    """
+    asked = os.environ.get("NUMBA_CACHE_DIR")
+    usual = (Path(asked),) if asked else ()
+    if any(is_writable(folder) for folder in (*usual, Path(__file__).parent / "__pycache__", *user_cache_folders())):
+        return
+    folder = Path(tempfile.gettempdir()) / f"rimuru-cache-{os.getuid() if hasattr(os, 'getuid') else ''}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.stat()
+        is_ours = status.st_uid == getattr(os, "getuid", lambda: status.st_uid)() and not status.st_mode & 0o022
+    except OSError:
+        is_ours = False
+    os.environ["NUMBA_CACHE_DIR"] = str(folder) if is_ours else tempfile.mkdtemp(prefix="rimuru-cache-")

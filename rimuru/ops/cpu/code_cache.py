@@ -6,7 +6,6 @@ Numba's own key is the file of the outermost function; an edit in a file that it
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from numba.core import config as _config
+
+from rimuru.base.env import is_writable, user_cache_folders
 
 _FOLDER = Path(__file__).resolve().parent
 _numba: Any = _config  # its names are made at run time
@@ -27,13 +28,9 @@ def _folder() -> str | None:
         digest.update(path.read_bytes())
     name = f"rimuru-{digest.hexdigest()[:16]}"
     own = [Path(_numba.CACHE_DIR)] if _numba.CACHE_DIR else []
-    for parent in (*own, _FOLDER / "__pycache__", Path.home() / ".cache" / "rimuru"):
-        try:
-            (parent / name).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=parent / name):
-                return str(parent / name)
-        except OSError:
-            continue
+    for parent in (*own, _FOLDER / "__pycache__", *user_cache_folders()):
+        if is_writable(parent / name):
+            return str(parent / name)
     return None
 
 

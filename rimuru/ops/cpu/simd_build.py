@@ -57,13 +57,9 @@ def _sources_digest() -> bytes:
 def _cache_folder() -> Path | None:
     """Where object files are kept: Numba's cache folder if one is set, beside the code, or in the user's cache."""
     own = [Path(numba_config.CACHE_DIR)] if numba_config.CACHE_DIR else []
-    for folder in (*own, _FOLDER / "__pycache__", Path.home() / ".cache" / "rimuru"):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                return folder
-        except OSError:
-            continue
+    for folder in (*own, _FOLDER / "__pycache__", *env.user_cache_folders()):
+        if env.is_writable(folder):
+            return folder
     return None
 
 
