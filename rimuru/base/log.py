@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
 from rimuru.base.errors import BadInputError
 
 LEVELS = ("debug", "info", "warning", "error")
+
+
+class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what sys.stderr is at the time of the message, not to what it was when logging was set up."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream: TextIO = sys.stderr
+        self.stream = stream
+        super().emit(record)
 
 
 def setup_logging(level: str) -> None:
@@ -17,7 +30,7 @@ def setup_logging(level: str) -> None:
     logger = logging.getLogger("rimuru")
     logger.setLevel(level.upper())
     if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = StderrHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
         logger.addHandler(handler)
         logger.propagate = False

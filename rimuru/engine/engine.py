@@ -141,8 +141,8 @@ class Engine:
 
     # ---- stepping
     def step(self) -> StepReport:
-        """One step: drop what was cancelled, plan and launch, then take in the tokens of the step before (on the CPU:
-        of this one)."""
+        """One step: drop what was cancelled, plan and launch, then take in the tokens of the step before (where work
+        is not queued: of this one)."""
         self._drop_aborted()
         self.plan = None
         self.plan = plan = self.scheduler.schedule()
