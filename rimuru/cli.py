@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
     if sys.stdout is None or sys.stderr is None:  # closed by the caller (`>&-`)
-        sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
+        sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.command is None:
