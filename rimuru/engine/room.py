@@ -118,7 +118,8 @@ class ExpertRoom(CompactingRoom):
         super().__init__(cache, pool, layout)
         assert layout.expert is not None
         self.offload_limit, self.policy = offload_limit, policy
-        self.pages_per_expert = layout.expert.n_pages / layout.expert.n_experts
+        self.n_experts = layout.expert.n_experts
+        self.pages_per_expert = layout.expert.n_pages / self.n_experts
         self.expert_bytes = self.pages_per_expert * layout.expert.page_bytes
         self.decisions = DecisionLog()
         self._is_short = False
@@ -193,7 +194,7 @@ class ExpertRoom(CompactingRoom):
         if self.policy == "paper" or n_running == 0:
             return True
         assert self.store is not None and self.layout.expert is not None
-        n_absent = self.layout.expert.n_experts - self.store.residency.n_resident
+        n_absent = self.n_experts - self.store.residency.n_resident
         budget = self.free_pages + self._unused_prefix_pages() + (self.target - n_absent) * self.pages_per_expert
         wanted = self._request_pages(seq_id, n_tokens) + PROMISE_SHARE * n_promised_tokens * self._pages_per_token
         if wanted <= budget:
@@ -207,7 +208,7 @@ class ExpertRoom(CompactingRoom):
         """Policy `cost`: how many experts should be absent, from what steps cost now."""
         assert self.store is not None and self.layout.expert is not None
         residency, rates = self.store.residency, self.store.rates
-        n_absent = self.layout.expert.n_experts - residency.n_resident
+        n_absent = self.n_experts - residency.n_resident
         if rates.compute_s <= 0.0 or n_running == 0:
             self.target = n_absent
             return
@@ -281,11 +282,11 @@ class ExpertRoom(CompactingRoom):
 
     def _most_shrinks(self) -> int:
         """Experts that may still be given up."""
-        assert self.store is not None and self.layout.expert is not None
+        assert self.store is not None
         n_resident = self.store.residency.n_resident
         if self.offload_limit is None:
             return n_resident
-        return min(n_resident, max(0, self.offload_limit - (self.layout.expert.n_experts - n_resident)))
+        return min(n_resident, max(0, self.offload_limit - (self.n_experts - n_resident)))
 
     def shrink(self, n_experts: int, reason: str = "the pool shrinks") -> int:
         """Give up to n_experts of the coldest experts, within the limit; returns how many went."""
@@ -325,7 +326,7 @@ class ExpertRoom(CompactingRoom):
         """Prefixes that nobody comes back for give their pages to experts, one expert's per step, the oldest first."""
         assert self.store is not None and self.layout.expert is not None
         n_wanted = min(int(8 * self.pages_per_expert) - self.free_pages, int(np.ceil(self.pages_per_expert)))
-        is_absent = self.store.residency.n_resident < self.layout.expert.n_experts
+        is_absent = self.store.residency.n_resident < self.n_experts
         if is_absent and n_wanted > 0 and self._unused_prefix_pages() > 0:
             self.cache.evict_prefix(n_wanted * self._kv_per_page)
 

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from rimuru.base.errors import AuditError
-from rimuru.experts.residency_jit import note_uses, smallest
+from rimuru.experts.residency_jit import note_uses, smallest, warmth
 from rimuru.memory.specs import ExpertLayout
 
 ResidencyPolicy = Literal["auto", "hotset", "recency"]
@@ -31,7 +31,6 @@ AUTO_RECENCY_TOKENS = 64.0
 """Mean tokens in a step up to which `auto` goes by recency."""
 _SMOOTHING = 0.05
 _RESCALE_AT = 1e100
-_TIE = 1e-9
 
 
 class Residency:
@@ -59,7 +58,6 @@ class Residency:
         """Smoothed number of tokens in a step."""
         self._weight = 1.0
         self._seen_tokens = 0.0
-        self._tie = _TIE * np.arange(width, 0, -1, dtype=np.float64)  # unknown experts: low ids first, all layers alike
 
     # ---- what was used
     def begin_step(self, n_tokens: int = 1) -> None:
@@ -99,12 +97,13 @@ class Residency:
         """The order that holds now."""
         return self.policy == "recency" or (self.policy == "auto" and self.step_tokens <= AUTO_RECENCY_TOKENS)
 
-    def keys(self, slot: int | slice = slice(None)) -> np.ndarray:
-        """Warmth of experts, float64 of the shape of a row (or of all rows): more is warmer."""
-        shares = self.scores[slot] / (self._weight * max(self._seen_tokens, 1.0))
-        if self.by_recency:
-            return self.last_used[slot] + np.minimum(shares, 0.999) + self._tie
-        return shares + self._tie
+    def keys(self, slot: int | None = None) -> np.ndarray:
+        """Warmth of a layer's experts, float64 [width], or of all, [n_slots, width]: more is warmer."""
+        rows = slice(None) if slot is None else slice(slot, slot + 1)
+        scale = 1.0 / (self._weight * max(self._seen_tokens, 1.0))
+        out = np.empty_like(self.scores[rows])
+        warmth(self.last_used[rows], self.scores[rows], scale, self.by_recency, out)
+        return out if slot is None else out[0]
 
     def exchanges(self, slot: int, in_use: np.ndarray, newcomers: np.ndarray) -> list[tuple[int, int]]:
         """(newcomer, victim) for those of the newcomers, the hottest first, to whom a colder resident of the layer may

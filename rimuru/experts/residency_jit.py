@@ -5,6 +5,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+TIE = 1e-9
+
 
 @numba.njit(cache=True, nogil=True, fastmath=False)
 def _sift(keys, heap, n, root):
@@ -40,6 +42,22 @@ def smallest(keys: np.ndarray, allowed: np.ndarray, n: int) -> np.ndarray:
             _sift(keys, heap, n, 0)
     found = heap[:n_heap]
     return found[np.argsort(keys[found], kind="mergesort")]
+
+
+@numba.njit(cache=True, nogil=True, fastmath=False)
+def warmth(last_used: np.ndarray, scores: np.ndarray, scale: float, by_recency: bool, keys: np.ndarray) -> None:
+    """keys float64 [S, E] from stamps int64 [S, E] and scores float64 [S, E]; scores times scale are probabilities.
+
+    Experts that nothing is known of: low ids first, all layers alike.
+    """
+    n_slots, width = scores.shape
+    for s in range(n_slots):
+        for e in range(width):
+            share = scores[s, e] * scale
+            key = TIE * (width - e) + share
+            if by_recency:
+                key = last_used[s, e] + min(key, 0.999)
+            keys[s, e] = key
 
 
 @numba.njit(cache=True, nogil=True, fastmath=False)
