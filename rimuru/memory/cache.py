@@ -18,12 +18,11 @@ import numpy as np
 from rimuru.base.errors import AuditError
 from rimuru.memory.kv_cache import KvCache, KvSequence
 from rimuru.memory.page_pool import PagePool
+from rimuru.memory.snapshots import MakePages, SnapshotStore
 from rimuru.memory.specs import PageKind, PoolLayout
-from rimuru.memory.state_cache import Snapshot, SnapshotIndex, StateCache, StatePages
+from rimuru.memory.state_cache import ORDER, Snapshot, StateCache, StatePages, allocate_all, free_all
 
 SeqId = Hashable
-ORDER: tuple[PageKind, ...] = ("ssm", "conv", "kv")
-"""Kinds in the order in which a request's pages are taken: the largest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +55,12 @@ class SequenceCache:
         prefix_cache: bool = True,
         snapshots: bool = True,
         salt: bytes = b"",
+        host_bytes: int = 0,
     ) -> None:
-        """salt: names model and KV type, so that hashes never meet. snapshots: of states, where there are any."""
+        """salt: names model and KV type, so that hashes never meet. snapshots: of states, where there are any.
+        host_bytes: of host memory, for snapshots that leave the pool."""
         self.pool = pool
         self.states = StateCache(pool, layout)
-        self.snapshots = SnapshotIndex()
         copies = pool.copier is not None and layout.kv is not None
         self._takes_snapshots = bool(self.states) and prefix_cache and snapshots and copies
         self._prefix_cache = prefix_cache and (not self.states or self._takes_snapshots)
@@ -68,8 +68,21 @@ class SequenceCache:
         self._open: dict[SeqId, _Open] = {}
         self._slots: dict[SeqId, int] = {}
         self._free_slots: list[int] = []
+        self.snapshots = SnapshotStore(pool, self.states, self._snapshot_bytes(), host_bytes)
         if self.kv is not None:
             self.kv.on_evict = self._forget_unit
+
+    def _snapshot_bytes(self) -> int:
+        """Bytes of the pages of the largest snapshot."""
+        needs = dict(self.states.needs)
+        if self.kv is not None:
+            needs["kv"] = sum(self.kv.unit_columns)
+        return sum(n * self.pool.allocator.unit_bytes(kind) for kind, n in needs.items())
+
+    @property
+    def takes_snapshots(self) -> bool:
+        """States can be saved for reuse (and there are states)."""
+        return self._takes_snapshots
 
     # ---- questions
     def __len__(self) -> int:
@@ -106,7 +119,7 @@ class SequenceCache:
         pages = self._reserve(needs, self._slots[seq_id]) if any(needs.values()) else {}
         if pages is None:
             return False
-        self._give_back(pages)
+        free_all(self.pool, pages)
         return True
 
     def free_pages(self, kind: PageKind) -> int:
@@ -211,7 +224,7 @@ class SequenceCache:
             raise AuditError(f"sequence {seq_id} is released but not open (or released twice)")
         seq, slot = self._open.pop(seq_id), self._slots.pop(seq_id)
         if seq.restore is not None:
-            self._free_snapshot(self.snapshots.drop(seq.restore))
+            self.snapshots.release(self.snapshots.drop(seq.restore))
         gift = keep_prefix and seq.n_pending == 0 and self._donate(seq, slot)
         self.states.release(slot, free=not gift)
         if self.kv is not None and seq.kv is not None:
@@ -219,28 +232,22 @@ class SequenceCache:
         self._free_slots.append(slot)
 
     # ---- snapshots of states
-    def snapshot(self, seq_id: SeqId) -> bool:
+    def snapshot(self, seq_id: SeqId, make_pages: MakePages | None = None) -> bool:
         """Save the states at the committed token count for reuse. False where there is no room, or none to save.
 
-        Call between steps, at places where conversations branch.
+        Call between steps, at places where conversations branch. make_pages(needs): frees pages that others can do
+        without (experts).
         """
         seq, slot = self._open[seq_id], self._slots[seq_id]
         if not self._takes_snapshots or seq.n_pending or not seq.n_tokens or not seq.has_states:
             return False
         if self._known_snapshot(seq):
             return True
-        sources = self.states.pages(slot) | self._tail_pages(seq)
-        targets: StatePages | None = None
-        while targets is None:
-            targets = self._allocate({kind: ids.size for kind, ids in sources.items()}, -1)
-            oldest = self.snapshots.oldest()
-            if targets is None:
-                if oldest is None:
-                    return False
-                self._free_snapshot(self.snapshots.forget(oldest))
-        self.states.copy(sources, targets)
-        self._add_snapshot(seq, targets)
-        return True
+        assert seq.kv is not None
+        tail = tuple(seq.kv.unit_tail)
+        return self.snapshots.save(
+            seq.kv.hash, tail, seq.n_tokens, lambda: self.states.pages(slot) | self._tail_pages(seq), make_pages
+        )
 
     def _known_snapshot(self, seq: _Open) -> bool:
         """True, and touched, where a snapshot of exactly this prefix exists."""
@@ -251,10 +258,6 @@ class SequenceCache:
             return False
         self.snapshots.touch(known)
         return True
-
-    def _add_snapshot(self, seq: _Open, pages: StatePages) -> None:
-        assert seq.kv is not None
-        self.snapshots.add(Snapshot(seq.kv.hash, tuple(seq.kv.unit_tail), seq.n_tokens, pages))
 
     def _tail_pages(self, seq: _Open, leave: bool = False) -> StatePages:
         """The KV pages after the last finished unit that hold tokens, all groups one after the other.
@@ -278,10 +281,11 @@ class SequenceCache:
             return False
         if self._known_snapshot(seq):
             return False
+        assert seq.kv is not None
         pages = self.states.pages(slot) | self._tail_pages(seq, leave=True)
         for kind, ids in pages.items():
             self.pool.allocator.set_owners(kind, ids, -1)
-        self._add_snapshot(seq, pages)
+        self.snapshots.add(Snapshot(seq.kv.hash, tuple(seq.kv.unit_tail), seq.n_tokens, pages))
         return True
 
     def _restore(self, seq: _Open, slot: int, snapshot: Snapshot) -> None:
@@ -289,38 +293,18 @@ class SequenceCache:
         assert self.kv is not None and seq.kv is not None
         self.kv.commit(seq.kv, list(snapshot.tail))
         targets = self.states.pages(slot) | self._tail_pages(seq)
-        self.states.copy(snapshot.pages, targets)
+        self.snapshots.copy_to(snapshot, targets)
         seq.restore = None
-        self._free_snapshot(self.snapshots.drop(snapshot))
-
-    def _free_snapshot(self, snapshot: Snapshot | None) -> None:
-        if snapshot is not None:
-            self._give_back(snapshot.pages)
+        self.snapshots.release(self.snapshots.drop(snapshot))
 
     def _forget_unit(self, unit_hash: bytes) -> None:
         for snapshot in self.snapshots.forget_unit(unit_hash):
-            self._free_snapshot(snapshot)
+            self.snapshots.release(snapshot)
 
     # ---- pages under pressure
-    def _allocate(self, needs: dict[PageKind, int], owner: int) -> StatePages | None:
-        """All of the pages or none."""
-        pages: StatePages = {}
-        for kind in ORDER:
-            if kind in needs:
-                ids = self.pool.allocate(kind, needs[kind], owner)
-                if ids is None:
-                    self._give_back(pages)
-                    return None
-                pages[kind] = ids
-        return pages
-
-    def _give_back(self, pages: StatePages) -> None:
-        for kind, ids in pages.items():
-            self.pool.free(kind, ids)
-
     def _reserve(self, needs: dict[PageKind, int], owner: int) -> StatePages | None:
         """All of the pages, giving up unused prefixes where needed; None, and no prefix lost, where hopeless."""
-        pages = self._allocate(needs, owner)
+        pages = allocate_all(self.pool, needs, owner)
         if pages is not None:
             return pages
         allocator = self.pool.allocator
@@ -337,7 +321,7 @@ class SequenceCache:
             if not self.evict_prefix(n_short, states_first=self._lacks_states(needs)):
                 return None
             n_extra *= 2  # what lacks may be a whole larger page: give up faster and faster
-            pages = self._allocate(needs, owner)
+            pages = allocate_all(self.pool, needs, owner)
         return pages
 
     def _lacks_states(self, needs: dict[PageKind, int]) -> bool:
@@ -349,11 +333,8 @@ class SequenceCache:
             n_freed = self.kv.evict(n_pages)
             if n_freed:
                 return n_freed
-        oldest = self.snapshots.oldest()
-        if oldest is not None:
-            self._free_snapshot(self.snapshots.forget(oldest))
-            return sum(ids.size for ids in oldest.pages.values())
-        return self.kv.evict(n_pages) if states_first and self.kv is not None else 0
+        n_freed = self.snapshots.evict()
+        return self.kv.evict(n_pages) if n_freed == 0 and states_first and self.kv is not None else n_freed
 
     # ---- one step's tables
     def max_blocks(self, seq_ids: Sequence[SeqId]) -> int:
@@ -412,6 +393,7 @@ class SequenceCache:
         """Every state and KV page in use is held exactly once: by a sequence, a block or a snapshot."""
         if len(set(self._slots.values()) | set(self._free_slots)) != len(self._open) + len(self._free_slots):
             raise AuditError("two sequences share a slot")
+        self.snapshots.audit()
         held: dict[str, list[np.ndarray]] = {kind: [np.empty(0, np.int32)] for kind in ORDER}
         for snapshot in self.snapshots.all():
             for kind, ids in snapshot.pages.items():

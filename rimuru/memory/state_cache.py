@@ -6,13 +6,14 @@ exactly one prefix: finished units (by their hash) plus the token ids after them
 
     one SSM page per layer | one conv run per layer | per KV group, copies of the pages after the last finished unit
 
-The KV pages of the finished units stay in the prefix index; a snapshot is dropped when they are forgotten.
+The KV pages of the finished units stay in the prefix index; a snapshot is dropped when they are forgotten. Where
+snapshots live, and which one gives way, is memory/snapshots.py.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,8 @@ from rimuru.memory.specs import PageKind, PoolLayout
 from rimuru.memory.views import ConvView, SequenceView, SSMView
 
 StatePages = dict[PageKind, np.ndarray]
+ORDER: tuple[PageKind, ...] = ("ssm", "conv", "kv")
+"""Kinds in the order in which a request's pages are taken: the largest first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,8 +36,29 @@ class Snapshot:
     tail: tuple[int, ...]
     n_tokens: int
     pages: StatePages
+    """Empty where the bytes are in host memory."""
     n_users: int = 0
     """Sequences that will still copy from it."""
+    host_slot: int | None = None
+
+
+def allocate_all(pool: PagePool, needs: dict[PageKind, int], owner: int) -> StatePages | None:
+    """Pages of several kinds, the largest first: all of them or none."""
+    pages: StatePages = {}
+    for kind in ORDER:
+        if kind in needs:
+            ids = pool.allocate(kind, needs[kind], owner)
+            if ids is None:
+                free_all(pool, pages)
+                return None
+            pages[kind] = ids
+    return pages
+
+
+def free_all(pool: PagePool, pages: StatePages) -> None:
+    """Give pages of several kinds back."""
+    for kind, ids in pages.items():
+        pool.free(kind, ids)
 
 
 class StateCache:
@@ -154,9 +178,9 @@ class SnapshotIndex:
         freed = [self.forget(snapshot) for snapshot in list(self._by_unit.get(unit_hash, ()))]
         return [snapshot for snapshot in freed if snapshot is not None]
 
-    def oldest(self) -> Snapshot | None:
-        """The least recently used snapshot that nobody is about to copy from."""
-        return next((snapshot for snapshot in self._order.values() if snapshot.n_users == 0), None)
+    def oldest(self, wanted: Callable[[Snapshot], bool] = lambda snapshot: True) -> Snapshot | None:
+        """The least recently used snapshot that nobody is about to copy from, among those that are wanted."""
+        return next((s for s in self._order.values() if s.n_users == 0 and wanted(s)), None)
 
     def unused_pages(self, kind: PageKind) -> int:
         """Ids of a kind that forgetting all unused snapshots would free."""

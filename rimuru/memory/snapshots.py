@@ -1,0 +1,177 @@
+"""Snapshots of states: where their bytes are, and who has to go.
+
+    pool pages  --evict-->  host memory (bounded)  --the oldest--> forgotten
+        ^--- a sequence that starts from one gets a copy in its own pages, from wherever it is
+
+A snapshot's KV pages after the last finished unit go with it; those of the finished units stay in the prefix index,
+and the snapshot is forgotten when they are. Least recently used ones leave first, at both places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from rimuru.base.errors import AuditError
+from rimuru.memory.page_pool import PagePool
+from rimuru.memory.specs import PageKind
+from rimuru.memory.state_cache import Snapshot, SnapshotIndex, StateCache, StatePages, allocate_all, free_all
+
+MakePages = Callable[[dict[PageKind, int]], bool]
+SHARE = 1 / 16
+"""Of the pool: what snapshots may take from experts. Beyond it the oldest snapshot gives way."""
+
+
+class HostStates:
+    """Host memory for states that left the pool: equal slots, each holds the pages of one snapshot one after another.
+
+    | ssm pages | conv runs | kv pages |
+    """
+
+    def __init__(self, pool: PagePool, slot_bytes: int, limit_bytes: int) -> None:
+        """limit_bytes: most that all slots take; memory is taken as slots are first used, and kept."""
+        self.pool, self.slot_bytes = pool, slot_bytes
+        self.n_slots = limit_bytes // slot_bytes if slot_bytes else 0
+        self._memory: list[np.ndarray] = []
+        self._free: list[int] = []
+
+    @property
+    def n_used(self) -> int:
+        return len(self._memory) - len(self._free)
+
+    @property
+    def is_full(self) -> bool:
+        return self.n_used == self.n_slots
+
+    def save(self, pages: StatePages) -> int | None:
+        """Copy pages out and wait; the slot that holds them, None where all are taken."""
+        copier = self.pool.copier
+        if copier is None or self.is_full:
+            return None
+        if not self._free:
+            self._memory.append(copier.alloc_host(self.slot_bytes))
+            self._free.append(len(self._memory) - 1)
+        slot = self._free.pop()
+        for address, part in self._parts(slot, pages):
+            copier.copy_out(part, address)
+        copier.wait()
+        return slot
+
+    def load(self, slot: int, targets: StatePages) -> None:
+        """Copy a slot into pages, as many of each kind as were saved, and wait."""
+        copier = self.pool.copier
+        assert copier is not None
+        for address, part in self._parts(slot, targets):
+            copier.copy_in(address, part)
+        copier.wait()
+
+    def free(self, slot: int) -> None:
+        """The slot's content is not needed any more."""
+        self._free.append(slot)
+
+    def _parts(self, slot: int, pages: StatePages) -> list[tuple[int, np.ndarray]]:
+        """(address of a page, its place in the slot)."""
+        parts, at = [], 0
+        for kind, ids in pages.items():
+            n_bytes = self.pool.allocator.unit_bytes(kind)
+            for address in self.pool.addresses(kind, ids).tolist():
+                parts.append((address, self._memory[slot][at : at + n_bytes]))
+                at += n_bytes
+        if at > self.slot_bytes:
+            raise AuditError(f"states of {at} bytes do not fit in a host slot of {self.slot_bytes} bytes")
+        return parts
+
+
+class SnapshotStore(SnapshotIndex):
+    """The index, and the pages or host slots of what is in it."""
+
+    def __init__(self, pool: PagePool, states: StateCache, slot_bytes: int, host_bytes: int) -> None:
+        """slot_bytes: of the largest snapshot; host_bytes: host memory that snapshots may take, 0 = none."""
+        super().__init__()
+        self.pool, self.states = pool, states
+        self.slot_bytes = slot_bytes
+        self.host = HostStates(pool, slot_bytes, host_bytes)
+
+    def save(
+        self,
+        unit_hash: bytes,
+        tail: tuple[int, ...],
+        n_tokens: int,
+        sources: Callable[[], StatePages],
+        make_pages: MakePages | None,
+    ) -> bool:
+        """Copy the source pages into a new snapshot: into free pages, else into host memory, else into pages that
+        experts give up (make_pages; moves pages, so that the sources are asked for again), else into those of the
+        oldest snapshots. False where nothing of that is possible."""
+        pages = sources()
+        needs = {kind: ids.size for kind, ids in pages.items()}
+        targets = allocate_all(self.pool, needs, -1)
+        slot = None
+        if targets is None and self.host.n_slots:
+            if self.host.is_full:
+                self._forget_oldest_on_host()
+            slot = self.host.save(pages)
+        if targets is None and slot is None and make_pages is not None and self._may_grow() and make_pages(needs):
+            targets = allocate_all(self.pool, needs, -1)
+            pages = sources()
+        while targets is None and slot is None:
+            if not self.evict():
+                return False
+            targets = allocate_all(self.pool, needs, -1)
+        if targets is not None:
+            self.states.copy(pages, targets)
+        self.add(Snapshot(unit_hash, tail, n_tokens, targets or {}, host_slot=slot))
+        return True
+
+    def _may_grow(self) -> bool:
+        allocator = self.pool.allocator
+        held_bytes = sum(ids.size * allocator.unit_bytes(kind) for s in self.all() for kind, ids in s.pages.items())
+        return held_bytes + self.slot_bytes <= SHARE * self.pool.total_bytes
+
+    def evict(self) -> int:
+        """The least recently used snapshot in the pool that nobody is about to copy from leaves it, for host memory
+        where it finds room there. Ids that became free."""
+        snapshot = self.oldest(lambda s: bool(s.pages))
+        if snapshot is None:
+            return 0
+        n_freed = sum(ids.size for ids in snapshot.pages.values())
+        if self.host.is_full and self.oldest() is not snapshot:
+            self._forget_oldest_on_host()
+        snapshot.host_slot = self.host.save(snapshot.pages)
+        if snapshot.host_slot is None:
+            self.release(self.forget(snapshot))
+        else:
+            free_all(self.pool, snapshot.pages)
+            snapshot.pages = {}
+        return n_freed
+
+    def _forget_oldest_on_host(self) -> None:
+        oldest = self.oldest(lambda s: s.host_slot is not None)
+        if oldest is not None:
+            self.release(self.forget(oldest))
+
+    def copy_to(self, snapshot: Snapshot, targets: StatePages) -> None:
+        """Fill a sequence's pages with the snapshot's states, and wait."""
+        if snapshot.host_slot is None:
+            self.states.copy(snapshot.pages, targets)
+        else:
+            self.host.load(snapshot.host_slot, targets)
+
+    def release(self, snapshot: Snapshot | None) -> None:
+        """Give back what a forgotten snapshot holds (None: what `drop` and `forget` say where it is still needed)."""
+        if snapshot is None:
+            return
+        free_all(self.pool, snapshot.pages)
+        snapshot.pages = {}
+        if snapshot.host_slot is not None:
+            self.host.free(snapshot.host_slot)
+            snapshot.host_slot = None
+
+    def audit(self) -> None:
+        """Every snapshot is at one place, every host slot in use is one snapshot's."""
+        slots = [s.host_slot for s in self.all() if s.host_slot is not None]
+        if len(set(slots)) != len(slots) or len(slots) != self.host.n_used:
+            raise AuditError(f"{self.host.n_used} host slots are in use, snapshots hold {sorted(slots)}")
+        if any((s.host_slot is None) != bool(s.pages) for s in self.all()):
+            raise AuditError("a snapshot has both pages and a host slot, or neither")
