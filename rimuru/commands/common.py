@@ -109,6 +109,7 @@ def summary(llm: LLM) -> str:
     if layout.expert is not None:
         parts.append(f"{sum(report['resident_experts'])} of {layout.expert.n_experts} experts resident")
     lines.append("memory: " + ", ".join(parts))
+    lines += loaded.notes
     return "\n".join(lines)
 
 

@@ -159,9 +159,9 @@ def load_model(path: Path, config: EngineConfig, progress: Progress | None = Non
 
 def _load(gguf: GgufFile, source: ExpertSource | None, config: EngineConfig, progress: Progress) -> LoadedModel:
     model = read_config(gguf, config.context)
-    device, device_bytes = backends.choose(config.device)
-    if config.device == "auto" and not can_run(model.architecture, device):
-        log.info("running on the CPU: %s models do not run on %s yet", model.architecture, device)
+    device, device_bytes, why_cpu = backends.choose(config.device)
+    if config.device == "auto" and not can_run(model.architecture, device) and can_run(model.architecture, "cpu"):
+        why_cpu = f"running on the CPU: {model.architecture} models do not run on {device} yet"
         device, device_bytes = "cpu", None
     require_runnable(model, device)
     check_formats({name: info for name, info in gguf.tensors.items() if not _is_skipped(name, model)})
@@ -175,7 +175,11 @@ def _load(gguf: GgufFile, source: ExpertSource | None, config: EngineConfig, pro
     dense_bytes = dense_tensor_bytes(gguf, model)
     resolved = resolve(config, model, device, device_bytes, dense_bytes)
     ops = backends.create(device, resolved.threads, config.deterministic)
-    return _Builder(gguf, source, config, model, layout, resolved, ops, progress, dense_bytes).build()
+    loaded = _Builder(gguf, source, config, model, layout, resolved, ops, progress, dense_bytes).build()
+    if why_cpu:
+        log.info(why_cpu)
+        loaded.notes.append(why_cpu)
+    return loaded
 
 
 def _is_skipped(name: str, model: ModelConfig) -> bool:

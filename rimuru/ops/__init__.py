@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 
 from rimuru.base import env
 from rimuru.base.errors import BadInputError
 from rimuru.ops.base import Ops
 
-log = logging.getLogger(__name__)
 
+def choose(asked: str) -> tuple[str, int | None, str]:
+    """("cuda", free device bytes, "") or ("cpu", None, why not the GPU) for "auto", "cpu" or "cuda".
 
-def choose(asked: str) -> tuple[str, int | None]:
-    """("cuda", free device bytes) or ("cpu", None) for "auto", "cpu" or "cuda".
-
-    "auto" takes the GPU if it is usable and logs in one line why not if it is not; "cuda" raises that line.
+    "auto" takes the GPU if it is usable and says in one line why not if it is not; "cuda" raises that line.
     """
     if asked == "cpu":
-        return "cpu", None
+        return "cpu", None, ""
     why_not, free_bytes = _probe_cuda()
     if why_not is None:
-        return "cuda", free_bytes
+        return "cuda", free_bytes, ""
     if asked == "cuda":
         raise BadInputError(f"CUDA cannot be used: {why_not}")
-    log.info("running on the CPU: %s", why_not)
-    return "cpu", None
+    return "cpu", None, f"running on the CPU: {why_not}"
 
 
 def _probe_cuda() -> tuple[str | None, int]:
