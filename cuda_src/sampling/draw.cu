@@ -1,23 +1,17 @@
-// A token by chance from each row of logits, after argmax.cu.
+// A token by chance from each row of logits that has filters, after argmax.cu and survey.cu.
 //
 // draw       top_k, top_p, min_p, then a draw at the temperature, in id order (grid: rows)
 //
-// A row is read twice to find its candidates, the tokens within RANGE of the largest logit. Where they hold all that the
-// filters can keep, and are at most CANDIDATES, the rest works on that list in shared memory, else on the whole row.
+// The candidates of a row are the tokens within RANGE of the largest logit. Where they hold all that the filters can keep,
+// and are at most CANDIDATES, the work is done on their list in shared memory, else on the whole row.
 //
-// Masses are integers, exp(l - max) * 2^40, so that sums are exact and have no order. A filter's result is a key (the
-// order-preserving integer of a logit) and how many of the tokens equal to it are kept, lowest ids first; the key is found
-// by radix descent over 11 + 11 + 10 bits.
-
-#include "sampling/keys.cuh"
+// A filter's result is a key (the order-preserving integer of a logit) and how many of the tokens equal to it are kept,
+// lowest ids first; the key is found by radix descent over 11 + 11 + 10 bits.
 
 #define THREADS 1024
 #define BINS 2048
 #define COPIES 4  // of the histogram, by lane: fewer lanes meet in one bin
-#define UNIT 1099511627776.0f  // 2^40
-#define CANDIDATES 4096
-#define RANGE 12.0f
-#define AHEAD 8  // logits of a thread under way at once
+#include "sampling/rows.cuh"
 
 struct Cut {
     unsigned key;  // smallest kept key
@@ -29,18 +23,6 @@ struct Draw {
     u64 found, target;
     int bin;
 };
-
-// Sum over the block; every thread gets it.
-__device__ __forceinline__ u64 block_sum(u64 v, Draw& s) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset >>= 1) v += __shfl_xor_sync(FULL_WARP, v, offset);
-    if ((threadIdx.x & 31) == 0) s.sums[threadIdx.x >> 5] = v;
-    __syncthreads();
-    u64 total = 0;
-    for (int i = 0; i < THREADS / 32; i++) total += s.sums[i];
-    __syncthreads();
-    return total;
-}
 
 // The bin, from the highest, in which the running sum reaches `target` (> 0); `before` = the sum above it. The thread's
 // two bins are 2 i and 2 i + 1 counted from the top.
@@ -75,19 +57,6 @@ __device__ __forceinline__ int find_bin(u64* histogram, u64 target, Draw& s, u64
     return bin;
 }
 
-// f(i, l[i]) for i = first, first + step, ... below end, with AHEAD loads under way.
-template <typename F>
-__device__ __forceinline__ void for_each(const float* l, int first, int step, int end, F f) {
-    for (int base = first; base < end; base += AHEAD * step) {
-        float v[AHEAD];
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++) v[j] = base + j * step < end ? l[base + j * step] : 0.0f;
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++)
-            if (base + j * step < end) f(base + j * step, v[j]);
-    }
-}
-
 // Radix descent: the largest key such that the weights of the tokens with at least that key reach `target`. `before` gets
 // the weight above that key.
 template <typename Weight>
@@ -115,45 +84,15 @@ __device__ __forceinline__ unsigned descend(const float* l, int n, u64* histogra
     return prefix;
 }
 
-__device__ __forceinline__ u64 warp_total(u64 v) {
-    for (int offset = 16; offset > 0; offset >>= 1) v += __shfl_xor_sync(FULL_WARP, v, offset);
-    return v;
-}
-
-// A warp has the ids [begin, end) of a row.
-struct Segment {
-    int begin, end;
-};
-
-__device__ __forceinline__ Segment segment_of(int n) {
-    int size = (n + THREADS / 32 - 1) / (THREADS / 32), begin = min(n, (int)(threadIdx.x >> 5) * size);
-    return {begin, min(n, begin + size)};
-}
-
-// Sum of the warps' values before this warp's, and of all. Every lane of a warp brings the warp's value.
-__device__ __forceinline__ u64 sum_before(u64 mine, Draw& s, u64& total) {
-    int warp = threadIdx.x >> 5;
-    if ((threadIdx.x & 31) == 0) s.sums[warp] = mine;
-    __syncthreads();
-    u64 before = 0;
-    total = 0;
-    for (int i = 0; i < THREADS / 32; i++) {
-        if (i == warp) before = total;
-        total += s.sums[i];
-    }
-    __syncthreads();
-    return before;
-}
-
 // The id after the last of the `keep` lowest ids whose key is `key`; n where all are kept.
 __device__ __forceinline__ int equal_limit(const float* l, int n, unsigned key, u64 keep, Draw& s) {
     int lane = threadIdx.x & 31;
-    Segment mine = segment_of(n);
+    Segment mine = piece_of({0, n}, threadIdx.x >> 5, WARPS);
     u64 count = 0, total;
     for_each(l, mine.begin + lane, 32, mine.end, [&](int, float v) { count += key_of(v) == key; });
     count = warp_total(count);
     if (threadIdx.x == 0) s.bin = n;
-    u64 before = sum_before(count, s, total);
+    u64 before = sum_before(count, s.sums, total);
     if (before < keep && before + count >= keep && total > keep)
         for (int base = mine.begin; base < mine.end; base += 32) {
             int i = base + lane;
@@ -168,72 +107,48 @@ __device__ __forceinline__ int equal_limit(const float* l, int n, unsigned key, 
     return limit;
 }
 
-// Values and ids of the tokens within RANGE of `largest`, in id order.
+// Values and ids of the candidates, in id order.
 struct Candidates {
     float values[CANDIDATES];
     int ids[CANDIDATES];
 };
-
-// How many candidates there are (0: the row must be used whole), and the masses of the candidates and of the row.
-__device__ __forceinline__ int gather(const float* l, int n, float largest, Candidates& to, Draw& s, u64& mass_in, u64& mass_all) {
-    int lane = threadIdx.x & 31;
-    Segment mine = segment_of(n);
-    u64 count = 0, in = 0, all = 0, total;
-    for_each(l, mine.begin + lane, 32, mine.end, [&](int, float v) {
-        u64 mass = (u64)(expf(v - largest) * UNIT);
-        all += mass;
-        if (v >= largest - RANGE) count++, in += mass;
-    });
-    sum_before(warp_total(in), s, mass_in);
-    sum_before(warp_total(all), s, mass_all);
-    u64 before = sum_before(warp_total(count), s, total);
-    if (total > CANDIDATES) return 0;
-    int at = (int)before;
-    for (int base = mine.begin; base < mine.end; base += 32 * AHEAD) {
-        float v[AHEAD];
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++) v[j] = base + 32 * j + lane < mine.end ? l[base + 32 * j + lane] : NEGATIVE_INFINITY;
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++) {
-            bool inside = v[j] >= largest - RANGE;
-            unsigned hit = __ballot_sync(FULL_WARP, inside);
-            int place = at + __popc(hit & ((1u << lane) - 1u));
-            if (inside) to.values[place] = v[j], to.ids[place] = base + 32 * j + lane;
-            at += __popc(hit);
-        }
-    }
-    __syncthreads();
-    return (int)total;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     draw(const float* __restrict__ logits,      // [R, n_vocab]
          const u64* __restrict__ best,          // [R, parts]: from argmax
          const float* __restrict__ parameters,  // [R, 4]: temperature, top_p, min_p, uniform
          const int* __restrict__ top_k,         // [R]
+         const u64* __restrict__ sums,          // [R, parts, 3]: from survey
+         const float* __restrict__ values,      // [R, CANDIDATES]: from collect
+         const int* __restrict__ value_ids,     // [R, CANDIDATES]
          int* __restrict__ out_ids,             // [R]
          int parts, int n_vocab) {
     extern __shared__ __align__(16) u64 histogram[];  // [BINS, COPIES], then Candidates
     __shared__ Draw s;
     int row = blockIdx.x;
-    const float* p = parameters + row * 4;
-    float temperature = p[0], top_p = p[1], min_p = p[2], uniform = p[3];
-    if (temperature == 0.0f) return;  // argmax has chosen
+    Filters filters(parameters + row * 4, top_k[row], n_vocab);
+    if (filters.temperature == 0.0f || !filters.any()) return;  // argmax or survey has chosen
     const float* l = logits + (long long)row * n_vocab;
-    u64 top_rank = best[row * parts];
-    float largest = logit_of((unsigned)(top_rank >> 32));
-    auto mass = [&](float v) { return (u64)(expf(v - largest) * UNIT); };
+    float largest = logit_of((unsigned)(best[row * parts] >> 32)), top_p = filters.top_p, min_p = filters.min_p;
+    auto mass = [&](float v) { return mass_of(v, largest); };
+    u64 mine_of[3] = {0, 0, 0};
+    if (threadIdx.x < parts)
+        for (int i = 0; i < 3; i++) mine_of[i] = sums[(row * parts + threadIdx.x) * 3 + i];
+    u64 mass_all = block_sum(mine_of[0], s.sums), mass_in = block_sum(mine_of[1], s.sums);
+    int n_candidates = (int)block_sum(mine_of[2], s.sums);
     Candidates& candidates = *(Candidates*)(histogram + BINS * COPIES);
     const int* ids = nullptr;
-    int n = n_vocab, k = top_k[row] < n_vocab ? top_k[row] : 0;
-    u64 mass_all = 0;
-    if (k > 0 || top_p < 1.0f || min_p > 0.0f) {
-        u64 mass_in;
-        int found = gather(l, n_vocab, largest, candidates, s, mass_in, mass_all);
-        bool all_kept_inside = k > 0 ? k <= found
-                               : top_p < 1.0f ? (double)mass_in >= (double)top_p * (double)mass_all
-                                              : min_p > 1.01f * expf(-RANGE);
-        if (found > 0 && all_kept_inside) l = candidates.values, ids = candidates.ids, n = found;
+    int n = n_vocab, k = filters.k;
+    bool all_kept_inside = k > 0 ? k <= n_candidates
+                           : top_p < 1.0f ? (double)mass_in >= (double)top_p * (double)mass_all
+                                          : min_p > 1.01f * expf(-RANGE);
+    if (0 < n_candidates && n_candidates <= CANDIDATES && all_kept_inside) {
+        for (int i = threadIdx.x; i < n_candidates; i += THREADS) {
+            candidates.values[i] = values[row * CANDIDATES + i];
+            candidates.ids[i] = value_ids[row * CANDIDATES + i];
+        }
+        __syncthreads();
+        l = candidates.values, ids = candidates.ids, n = n_candidates;
     }
     Cut cut{0u, ~0ull};
     if (k > 0 && k < n) {
@@ -248,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             for_each(l, threadIdx.x, THREADS, n, [&](int, float v) {
                 if (key_of(v) > cut.key) sum += mass(v);
             });
-            kept = block_sum(sum, s);
+            kept = block_sum(sum, s.sums);
             if (cut.equal != ~0ull) kept += cut.equal * mass(logit_of(cut.key));
         }
         u64 target = (u64)((double)kept * (double)top_p);
@@ -261,42 +176,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         else cut.equal = min(cut.equal, equal);
     }
     int limit = cut.equal == ~0ull ? n : equal_limit(l, n, cut.key, cut.equal, s);
-    float inverse = 1.0f / temperature;
+    float inverse = 1.0f / filters.temperature;
     // weight of a token in the draw, 0 where a filter dropped it
     auto weight = [&](int i, float v) -> u64 {
         unsigned key = key_of(v);
         if (key < cut.key || (key == cut.key && i >= limit)) return 0;
         if (min_p > 0.0f && v < largest && expf(v - largest) < min_p) return 0;
-        // 0 times an infinite 1 / temperature is avoided; a difference times it may be -inf, whose exponential is 0
-        return v == largest ? (u64)UNIT : (u64)(expf((v - largest) * inverse) * UNIT);
+        return weight_of(v, largest, inverse);
     };
-    int lane = threadIdx.x & 31;
-    Segment mine = segment_of(n);
+    Segment mine = piece_of({0, n}, threadIdx.x >> 5, WARPS);
     u64 sum = 0, total;
-    for_each(l, mine.begin + lane, 32, mine.end, [&](int i, float v) { sum += weight(i, v); });
+    for_each(l, mine.begin + (threadIdx.x & 31), 32, mine.end, [&](int i, float v) { sum += weight(i, v); });
     sum = warp_total(sum);
-    u64 before = sum_before(sum, s, total);
-    u64 target = min((u64)((double)uniform * (double)total), total - 1);
-    if (before > target || target >= before + sum) return;
-    // The warp whose segment has the target: blocks of 32 AHEAD ids, then 32 ids.
-    for (int block = mine.begin; block < mine.end; block += 32 * AHEAD) {
-        int end = min(mine.end, block + 32 * AHEAD);
-        u64 part = 0;
-        for_each(l, block + lane, 32, end, [&](int i, float v) { part += weight(i, v); });
-        part = warp_total(part);
-        if (before + part <= target) {
-            before += part;
-            continue;
-        }
-        for (int base = block; base < end; base += 32) {
-            u64 w = base + lane < end ? weight(base + lane, l[base + lane]) : 0, scan = w;
-            for (int offset = 1; offset < 32; offset <<= 1) {
-                u64 v = __shfl_up_sync(FULL_WARP, scan, offset);
-                if (lane >= offset) scan += v;
-            }
-            if (target >= before + scan - w && target < before + scan) out_ids[row] = ids ? ids[base + lane] : base + lane;
-            before += __shfl_sync(FULL_WARP, scan, 31);
-        }
-        return;
-    }
+    u64 before = sum_before(sum, s.sums, total);
+    u64 target = target_of(filters.uniform, total);
+    if (before <= target && target < before + sum)
+        walk(l, mine, before, target, weight, [&](int i) { out_ids[row] = ids ? ids[i] : i; });
 }

@@ -108,7 +108,7 @@ def ops(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedFamilies]:
     emulator = emulate.Emulator(tmp_path_factory.mktemp("kernels"))
     cupy = emulate.fake_cupy()
     cupy.zeros = lambda shape, dtype: host(np.zeros(shape, dtype))  # type: ignore[attr-defined]
-    cupy.float32, cupy.uint32, cupy.uint64 = np.float32, np.uint32, np.uint64  # type: ignore[attr-defined]
+    cupy.float32, cupy.int32, cupy.uint32, cupy.uint64 = np.float32, np.int32, np.uint32, np.uint64  # type: ignore[attr-defined]
 
     def launch(self: Kernel, grid: Any, block: Any, args: Any, shared_bytes: int = 0, stream: Any = None) -> None:
         assert shared_bytes <= 99 * 1024, self.name  # what a block may have on every supported card
@@ -183,7 +183,7 @@ def test_pointwise(case: Case, ops: EmulatedFamilies) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [sample_case(3, 100), sample_case(4, 1000), sample_case(3, 50, greedy=True)], ids=lambda case: case.name
+    "case", [sample_case(3, 100), sample_case(4, 1000), sample_case(7, 5000), sample_case(3, 50, greedy=True)], ids=lambda case: case.name
 )
 def test_sampling(case: Case, ops: EmulatedFamilies) -> None:
     inputs = case.inputs()
@@ -207,6 +207,32 @@ def test_filters_with_equal_logits(scale: float, ops: EmulatedFamilies) -> None:
     ReferenceOps(np.float64).sample(logits.astype(np.float64), params, want)
     ops.sample(ops.upload(logits), params, got)
     assert np.array_equal(ops.download(got), want)
+
+
+def test_draws_without_filters_walk_by_id(ops: EmulatedFamilies) -> None:
+    """Several blocks a row: every border between them is crossed, and rows with filters or without chance stand between.
+
+    With equal logits the u-th of n tokens is drawn for uniform = (u + 0.5) / n.
+    """
+    n_vocab = 4700  # three parts, none of them whole
+    wanted = np.array([0, 1, 1566, 1567, 1568, 3133, 3134, 3135, 4698, 4699], np.int32)
+    params = sampling_cases.params_of(len(wanted), temperature=0.7, uniform=(wanted + 0.5) / n_vocab)
+    params.temperature[3] = 0.0
+    params.top_k[5] = 2000
+    got = ops.empty((len(wanted),), np.int32)
+    ops.sample(ops.upload(np.full((len(wanted), n_vocab), -1.25, np.float32)), params, got)
+    wanted[3], wanted[5] = 0, int(2000 * 3133.5 / n_vocab)
+    assert ops.download(got).tolist() == wanted.tolist()
+
+
+def test_masked_and_cold_rows_draw_what_is_left(ops: EmulatedFamilies) -> None:
+    logits = np.full((3, 2500), -np.inf, np.float32)
+    logits[0, 2499], logits[1, 7] = -3.0, 2.0
+    logits[2] = np.linspace(0.0, 5.0, 2500)
+    params = sampling_cases.params_of(3, temperature=[1.0, 5.0, 1e-30], uniform=0.999)
+    got = ops.empty((3,), np.int32)
+    ops.sample(ops.upload(logits), params, got)
+    assert ops.download(got).tolist() == [2499, 7, 2499]
 
 
 def test_the_cases_cover_what_they_name() -> None:

@@ -135,7 +135,7 @@ class CudaOps:
     def reserve(self, max_tokens: int, max_seqs: int, kv_table_entries: int, state_columns: int) -> int:
         self.reserve_step(max_tokens, max_seqs, kv_table_entries, state_columns)
         self.sample.reserve(max_seqs)
-        return self._staged.n_bytes
+        return self._staged.n_bytes + self.sample.n_bytes
 
     def close(self) -> None:
         """Forget graphs and scratch, unpin what was pinned for steps and uploads. Nothing may run any more."""

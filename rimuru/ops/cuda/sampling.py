@@ -11,8 +11,9 @@ from rimuru.ops.base import Array, SampleParams
 from rimuru.ops.cuda.device import StagedBytes
 from rimuru.ops.cuda.launch import Kernel
 
-_ARGMAX_THREADS, _DRAW_THREADS = 256, 1024
-_DRAW_SHARED_BYTES = 2048 * 4 * 8 + 4096 * 8
+_ARGMAX_THREADS, _SURVEY_THREADS, _DRAW_THREADS = 256, 256, 1024
+_CANDIDATES = 4096
+_DRAW_SHARED_BYTES = 2048 * 4 * 8 + _CANDIDATES * 8
 """Histogram and candidates of the draw kernel."""
 
 _MAX_PARTS = 64
@@ -23,12 +24,23 @@ _penalise = Kernel(
     "logits: f32*, list_start: *, ids: *, values: *, penalties: *, n_rows: i32, n_vocab: i32",
 )
 _argmax = Kernel("sampling/argmax.cu", "argmax", "logits: f32*, best: u64*, arrivals: *, out_ids: i32*, n_vocab: i32")
+_survey = Kernel(
+    "sampling/survey.cu",
+    "survey",
+    "logits: f32*, best: u64*, parameters: *, top_k: *, sums: u64*, arrivals: *, out_ids: i32*, n_vocab: i32",
+)
+_collect = Kernel(
+    "sampling/survey.cu",
+    "collect",
+    "logits: f32*, best: u64*, parameters: *, top_k: *, sums: u64*, values: f32*, ids: i32*, n_vocab: i32",
+)
 _draw = Kernel(
     "sampling/draw.cu",
     "draw",
-    "logits: f32*, best: u64*, parameters: *, top_k: *, out_ids: i32*, parts: i32, n_vocab: i32",
+    "logits: f32*, best: u64*, parameters: *, top_k: *, sums: u64*, values: f32*, value_ids: i32*, out_ids: i32*,"
+    "parts: i32, n_vocab: i32",
 )
-KERNELS = (_penalise, _argmax, _draw)
+KERNELS = (_penalise, _argmax, _survey, _collect, _draw)
 
 
 def has_penalties(params: SampleParams) -> bool:
@@ -68,49 +80,57 @@ class Sampler:
     """The verb `sample`. Its buffers grow with the number of rows; reserve them before serving."""
 
     def __init__(self) -> None:
+        self._n_rows = 0
         self._best: Any = None
+        self._sums: Any = None
         self._arrivals: Any = None
+        self._values: Any = None
+        self._ids: Any = None
         self._staged = StagedBytes()
+
+    @property
+    def n_bytes(self) -> int:
+        """Device bytes of the buffers."""
+        return self._n_rows * (32 * _MAX_PARTS + 4 + 8 * _CANDIDATES) + self._staged.n_bytes
 
     def reserve(self, n_rows: int, n_list_entries: int = 0) -> None:
         """Buffers for n_rows rows with n_list_entries penalised or biased ids in all."""
         import cupy
 
-        if self._best is None or self._best.size < n_rows * _MAX_PARTS:
+        if self._n_rows < n_rows:
+            self._n_rows = n_rows
             self._best = cupy.empty(n_rows * _MAX_PARTS, cupy.uint64)
+            self._sums = cupy.empty(n_rows * _MAX_PARTS * 3, cupy.uint64)
             self._arrivals = cupy.zeros(n_rows, cupy.uint32)
+            self._values = cupy.empty(n_rows * _CANDIDATES, cupy.float32)
+            self._ids = cupy.empty(n_rows * _CANDIDATES, cupy.int32)
         self._staged.reserve(64 * n_rows + 8 * n_list_entries + 256)
-
-    def greedy(self, logits: Array, out_ids: Array) -> int:
-        """Argmax of every row; no host data, so it may be captured. Returns the parts of a row."""
-        n_rows, n_vocab = logits.shape
-        parts = min(_MAX_PARTS, ceil_div(n_vocab, 8 * _ARGMAX_THREADS))
-        self.reserve(n_rows)
-        _argmax((parts, n_rows), (_ARGMAX_THREADS,), (logits, self._best, self._arrivals, out_ids, n_vocab))
-        return parts
 
     def __call__(self, logits: Array, params: SampleParams, out_ids: Array) -> None:
         n_rows, n_vocab = logits.shape
-        blocks = [
-            np.stack([params.temperature, params.top_p, params.min_p, params.uniform], axis=1).astype(np.float32),
-            params.top_k.astype(np.int32),
-        ]
+        self.reserve(n_rows)
         penalised = has_penalties(params)
-        if penalised:
-            blocks += pack_penalties(params)
-        draws = bool((params.temperature != 0.0).any())
-        if draws or penalised:
-            n_bytes = sum(align_up(block.nbytes, 16) for block in blocks)
-            self._staged.reserve(n_bytes)
+        hot = params.temperature != 0.0
+        parameters = top_k = None
+        if penalised or hot.any():
+            numbers = np.empty((n_rows, 4), np.float32)
+            for column, values in enumerate((params.temperature, params.top_p, params.min_p, params.uniform)):
+                numbers[:, column] = values
+            blocks = [numbers, params.top_k.astype(np.int32, copy=False)]
+            blocks += pack_penalties(params) if penalised else ()
+            self._staged.reserve(sum(align_up(block.nbytes, 16) for block in blocks))
             parameters, top_k, *lists = self._staged.send(blocks)
             if penalised:
                 start, ids, values, penalties = lists
                 _penalise((n_rows,), (256,), (logits, start, ids, values, penalties, n_rows, n_vocab))
-        parts = self.greedy(logits, out_ids)
-        if draws:
-            _draw(
-                (n_rows,),
-                (_DRAW_THREADS,),
-                (logits, self._best, parameters, top_k, out_ids, parts, n_vocab),
-                shared_bytes=_DRAW_SHARED_BYTES,
-            )
+        parts = min(_MAX_PARTS, ceil_div(n_vocab, 8 * _ARGMAX_THREADS))
+        grid, best, arrivals = (parts, n_rows), self._best, self._arrivals
+        _argmax(grid, (_ARGMAX_THREADS,), (logits, best, arrivals, out_ids, n_vocab))
+        if not hot.any():
+            return
+        read = (logits, best, parameters, top_k, self._sums)
+        _survey(grid, (_SURVEY_THREADS,), (*read, arrivals, out_ids, n_vocab))
+        if (hot & ((params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0.0))).any():
+            _collect(grid, (_SURVEY_THREADS,), (*read, self._values, self._ids, n_vocab))
+            arguments = (*read, self._values, self._ids, out_ids, parts, n_vocab)
+            _draw((n_rows,), (_DRAW_THREADS,), arguments, shared_bytes=_DRAW_SHARED_BYTES)
