@@ -82,10 +82,24 @@ class CompactingRoom:
         if self.cache.can_extend(seq_id, n_tokens):
             return True
         self.before_moves()
-        for kind, n_pages in self.cache.pages_needed(seq_id, n_tokens).items():
-            if n_pages:
-                make_room(self.pool, kind, n_pages, self.flips())
+        needs = self.cache.pages_needed(seq_id, n_tokens)
+        for wanted in (self._parents_wanted(needs), needs):  # together first: a page is good for one thing only
+            for kind, n_pages in wanted.items():
+                if n_pages:
+                    make_room(self.pool, kind, n_pages, self.flips())
         return self.cache.can_extend(seq_id, n_tokens)
+
+    def _parents_wanted(self, needs: dict[PageKind, int]) -> dict[PageKind, int]:
+        """Expert and SSM pages that these needs take together, beyond the room in those that are split already."""
+        allocator = self.pool.allocator
+        wanted: dict[PageKind, int] = {"ssm": needs.get("ssm", 0), "expert": 0}
+        for kind, part in (("kv", self.layout.kv), ("conv", self.layout.conv)):
+            n = needs.get(kind, 0)  # type: ignore[call-overload]
+            if n and part is not None and allocator.has(part.parent):
+                per_parent = allocator.per_parent(kind)
+                in_split = allocator.free_pages(kind) - allocator.free_pages(part.parent) * per_parent
+                wanted[part.parent] += ceil_div(max(0, n - in_split), per_parent)
+        return wanted
 
     def flips(self) -> dict[str, Flip]:
         """What has to learn that pages of a kind were moved."""
@@ -252,28 +266,17 @@ class ExpertRoom(CompactingRoom):
         self.decisions.add(Record(self.store.residency.step, "refuse", reason, -1, -1, 0, 0))
 
     def pages_short(self, seq_id: int, n_tokens: int) -> int:
-        """R_b: expert pages that the request needs beyond what is free; SSM pages count as whole huge pages."""
+        """R_b: expert pages that the request needs beyond what is free. A state needs whole huge pages, which can be
+        gathered from free expert pages that lie apart."""
         assert self.layout.expert is not None
-        allocator, page_bytes = self.pool.allocator, self.layout.expert.page_bytes
-        per_huge = self.layout.huge_bytes // page_bytes
-        short = for_states = 0
-        for kind, n_pages in self.cache.pages_needed(seq_id, n_tokens).items():
-            missing = n_pages - allocator.free_pages(kind)
-            if missing > 0 and self._parent(kind) == "ssm":
-                for_states += ceil_div(missing, self.layout.huge_bytes // allocator.unit_bytes(kind)) * per_huge
-            elif missing > 0:
-                short += ceil_div(missing * allocator.unit_bytes(kind), page_bytes)
-        if for_states:  # free expert pages between others can be gathered
-            short += max(0, for_states - (allocator.free_pages("expert") - allocator.free_pages("huge") * per_huge))
-        return short
-
-    def _parent(self, kind: PageKind) -> str:
-        """The L2 kind that a page of `kind` is, or is carved from."""
-        if kind in ("ssm", "expert"):
-            return kind
-        part = self.layout.kv if kind == "kv" else self.layout.conv
-        assert part is not None
-        return part.parent
+        allocator = self.pool.allocator
+        wanted = self._parents_wanted(self.cache.pages_needed(seq_id, n_tokens))
+        n_pages = wanted["expert"]
+        if wanted["ssm"]:
+            per_huge = allocator.per_huge("ssm")
+            in_split = allocator.free_pages("ssm") - allocator.levels()["l1"]["free"] * per_huge
+            n_pages += ceil_div(max(0, wanted["ssm"] - in_split), per_huge) * allocator.per_huge("expert")
+        return max(0, n_pages - self.free_pages)
 
     @property
     def free_pages(self) -> int:
