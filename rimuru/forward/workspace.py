@@ -10,6 +10,9 @@ import numpy as np
 from rimuru.arch.spec import MoeSpec
 from rimuru.ops.base import Act, Array, MoeScratch, Ops
 
+MAX_VIEWS = 2048
+"""Views kept: those of some hundred lengths of a step. Making one costs microseconds, and every layer asks anew."""
+
 
 class Workspace:
     """Buffers for up to max_tokens tokens. Names are shared on purpose: layers run one after the other.
@@ -26,6 +29,8 @@ class Workspace:
         self._flat: dict[str, Array] = {}
         self._moe_needs: dict[tuple[int, int], MoeSpec] = {}
         self._moe: dict[tuple[int, int], MoeScratch] = {}
+        self._views: dict[tuple[str, int, int], Array] = {}
+        self._heads: dict[tuple[str, int, int], Act] = {}
         self.n_bytes = 0
 
     def need_array(self, name: str, width: int, dtype: Any = np.float32) -> None:
@@ -56,15 +61,35 @@ class Workspace:
 
     def array(self, name: str, n_tokens: int, width: int) -> Array:
         """View [n_tokens, width], contiguous."""
-        return self._flat[name][: n_tokens * width].reshape(n_tokens, width)
+        key = (name, n_tokens, width)
+        view = self._views.get(key)
+        if view is None:
+            view = _keep(self._views, key, self._flat[name][: n_tokens * width].reshape(n_tokens, width))
+        return view
 
     def vector(self, name: str, n_tokens: int) -> Array:
         """View [n_tokens]."""
-        return self._flat[name][:n_tokens]
+        key = (name, n_tokens, 0)
+        view = self._views.get(key)
+        if view is None:
+            view = _keep(self._views, key, self._flat[name][:n_tokens])
+        return view
 
     def act(self, name: str, n_rows: int, width: int) -> Act:
         """The first n_rows rows: one a token, or as many as `need_act` said."""
-        return self._acts[(name, width)].head(n_rows)
+        key = (name, n_rows, width)
+        head = self._heads.get(key)
+        if head is None:
+            head = _keep(self._heads, key, self._acts[(name, width)].head(n_rows))
+        return head
 
     def moe(self, spec: MoeSpec, n_in: int) -> MoeScratch:
         return self._moe[(spec.width, n_in)]
+
+
+def _keep(views: dict[tuple[str, int, int], Any], key: tuple[str, int, int], view: Any) -> Any:
+    """Remember a view; all are forgotten where there are too many."""
+    if len(views) >= MAX_VIEWS:
+        views.clear()
+    views[key] = view
+    return view

@@ -183,7 +183,9 @@ def test_pointwise(case: Case, ops: EmulatedFamilies) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [sample_case(3, 100), sample_case(4, 1000), sample_case(7, 5000), sample_case(3, 50, greedy=True)], ids=lambda case: case.name
+    "case",
+    [sample_case(3, 100), sample_case(4, 1000), sample_case(7, 5000), sample_case(3, 50, greedy=True)],
+    ids=lambda case: case.name,
 )
 def test_sampling(case: Case, ops: EmulatedFamilies) -> None:
     inputs = case.inputs()
@@ -210,7 +212,7 @@ def test_filters_with_equal_logits(scale: float, ops: EmulatedFamilies) -> None:
 
 
 def test_draws_without_filters_walk_by_id(ops: EmulatedFamilies) -> None:
-    """Several blocks a row: every border between them is crossed, and rows with filters or without chance stand between.
+    """Several blocks a row: every border between them is crossed; a row with filters and a greedy one stand between.
 
     With equal logits the u-th of n tokens is drawn for uniform = (u + 0.5) / n.
     """

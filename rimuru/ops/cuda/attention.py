@@ -182,6 +182,11 @@ def check_layout(group: KvGroupLayout, page_bytes: int, layer_offset_bytes: int)
         )
 
 
+def page_table(step: Step, kv: KvLayer) -> int:
+    """Address of the page ids of a layer's group, int32 [S, B]; cheaper than a view, which every layer would make."""
+    return int(step.kv_pages.data.ptr) + kv.group_index * step.kv_pages.strides[0]
+
+
 def prepare_qkv(
     q: Array,
     k: Array,
@@ -206,14 +211,14 @@ def prepare_qkv(
     )
     slots = n_head + (2 if group.value_dim else 1) * group.n_head_kv
     parts = (3 if group.value_dim else 2) if norm_kind == "vector" else ceil_div(slots, _APPEND_WARPS)
-    pages = step.kv_pages[kv.group_index]
     kernel(
         (q.shape[0], parts),
         (_APPEND_WARPS * 32,),
         (
             q, k, v, q_norm, k_norm, rope, step.positions, step.seq_of_token, kv.pool_base + kv.layer_offset_bytes,
-            pages, kv.page_bytes, pages.shape[1], group.page_tokens, n_head, group.n_head_kv, q_stride,
-            group.key_dim, group.value_dim, _norm_dim(q_norm, norm_kind, group), _norm_dim(k_norm, norm_kind, group),
+            page_table(step, kv), kv.page_bytes, step.kv_pages.shape[2], group.page_tokens, n_head, group.n_head_kv,
+            q_stride, group.key_dim, group.value_dim, _norm_dim(q_norm, norm_kind, group),
+            _norm_dim(k_norm, norm_kind, group),
             0 if rope is None else rope.shape[1], rope_first, eps,
         ),
     )  # fmt: skip
@@ -268,9 +273,8 @@ class Attention:
         n_tokens, n_seqs = step.host.n_tokens, step.host.n_seqs
         wanted = blocks_wanted(out, n_tokens)
         act = act_arguments(out) if wanted and value_dim % 32 == 0 else (None, None, None)
-        pages = step.kv_pages[kv.group_index]
-        where = (kv.pool_base + kv.layer_offset_bytes, pages, sinks)
-        shape = (pages.shape[1], group.page_tokens, n_head, group.n_head_kv, q_stride, window or 0, gated)
+        where = (kv.pool_base + kv.layer_offset_bytes, page_table(step, kv), sinks)
+        shape = (step.kv_pages.shape[2], group.page_tokens, n_head, group.n_head_kv, q_stride, window or 0, gated)
         tiled = not self.deterministic and has_prefill_kernel(
             group.key_dim, value_dim, group.element, group.value_dim == 0
         )

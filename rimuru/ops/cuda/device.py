@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 MIN_CAPABILITY = (8, 0)
 MIN_MEMORY_BYTES = 4 * GIB
 _SLOTS = 4
+_MAX_VIEWS = 1024
 _HOST_ALLOC_FLAGS = 1 | 2  # cudaHostAllocPortable | cudaHostAllocMapped
 _CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
@@ -124,12 +125,9 @@ class PinnedMemory:
             self._memory = mmap.mmap(-1, size)
             self._bytes = np.frombuffer(self._memory, np.uint8)
         self.array = self._bytes[:n_bytes]
+        self.address = int(self._bytes.ctypes.data)
         # Memory that goes back to the system while it is registered would leave the driver with stale addresses.
         self._release = weakref.finalize(self, _unpin, self._runtime, self._registered, self._allocated)
-
-    @property
-    def address(self) -> int:
-        return int(self._bytes.ctypes.data)
 
     def close(self) -> None:
         """Unpin; copies must have ended. The array must not be used afterwards where the driver allocated it."""
@@ -160,6 +158,7 @@ class StagedBytes:
         self._outgrown: list[Any] = []
         self._slots: list[PinnedMemory] = []
         self._events: list[Any] = []
+        self._views: dict[tuple[Any, ...], Any] = {}
         self._turn = 0
 
     @property
@@ -178,6 +177,7 @@ class StagedBytes:
         if n_bytes <= self._capacity:
             return
         self._outgrown.append((self._device, self._slots))
+        self._views.clear()
         self._capacity = align_up(max(n_bytes, 4096), 4096)
         self._device = cupy.empty(self._capacity, cupy.uint8)
         self._slots = [PinnedMemory(self._capacity) for _ in range(_SLOTS)]
@@ -189,6 +189,7 @@ class StagedBytes:
             for slot in slots:
                 slot.close()
         self._slots, self._outgrown, self._device, self._capacity = [], [], None, 0
+        self._views.clear()
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[int]:
         """Queue the arrays' bytes one after another, each from a multiple of 16; returns their device addresses."""
@@ -197,20 +198,26 @@ class StagedBytes:
         self._turn = (self._turn + 1) % _SLOTS
         slot, event = self._slots[self._turn], self._events[self._turn]
         event.synchronize()
-        at, addresses = 0, []
+        at, addresses, base = 0, [], self.address
         for array in arrays:
-            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            slot.array[at : at + flat.size] = flat
-            addresses.append(self.address + at)
-            at = align_up(at + flat.size, 16)
+            n_bytes = array.nbytes
+            slot.array[at : at + n_bytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            addresses.append(base + at)
+            at = (at + n_bytes + 15) & ~15
         stream = cupy.cuda.get_current_stream()
-        cupy.cuda.runtime.memcpyAsync(self.address, slot.address, at, 1, stream.ptr)
+        cupy.cuda.runtime.memcpyAsync(base, slot.address, at, 1, stream.ptr)
         event.record(stream)
         return addresses
 
     def view(self, address: int, shape: Sequence[int], dtype: Any) -> Any:
-        """A device array on bytes that `send` placed."""
-        import cupy
+        """A device array on bytes that `send` placed. Views are kept: equal steps ask for equal ones."""
+        key = (address, *shape, dtype)
+        view = self._views.get(key)
+        if view is None:
+            import cupy
 
-        memory = cupy.cuda.MemoryPointer(self._device.data.mem, address - int(self._device.data.mem.ptr))
-        return cupy.ndarray(tuple(shape), dtype, memory)
+            memory = cupy.cuda.MemoryPointer(self._device.data.mem, address - int(self._device.data.mem.ptr))
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            view = self._views[key] = cupy.ndarray(tuple(shape), dtype, memory)
+        return view

@@ -44,20 +44,24 @@ def pad_decode(batch: Batch, n_seqs: int, n_blocks: int) -> Batch:
         raise ValueError(f"a batch of {batch.n_tokens} tokens, {batch.n_seqs} sequences does not fit in {n_seqs}")
 
     def longer(array: np.ndarray, value: int) -> np.ndarray:
-        padding = [(0, more)] + [(0, 0)] * (array.ndim - 1)
-        return np.pad(array, padding, constant_values=value)
+        if not more:
+            return array
+        out = np.full((n_seqs, *array.shape[1:]), value, array.dtype)
+        out[: batch.n_seqs] = array
+        return out
 
-    rows = np.arange(n_seqs, dtype=np.int32)
-    widths = [(0, 0), (0, more), (0, n_blocks - batch.kv_pages.shape[2])]
+    kv_pages = np.full((batch.kv_pages.shape[0], n_seqs, n_blocks), -1, np.int32)
+    kv_pages[:, : batch.n_seqs, : batch.kv_pages.shape[2]] = batch.kv_pages
     logit_rows = np.full(n_seqs, -1, np.int32)
     logit_rows[: len(batch.logit_rows)] = batch.logit_rows
+    ends = np.arange(n_seqs + 1, dtype=np.int32)
     return Batch(
         token_ids=longer(batch.token_ids, 0),
         positions=longer(batch.positions, -1),
-        seq_of_token=rows,
-        query_start=np.arange(n_seqs + 1, dtype=np.int32),
+        seq_of_token=ends[:-1],
+        query_start=ends,
         context_len=longer(batch.context_len, 0),
-        kv_pages=np.pad(batch.kv_pages, widths, constant_values=-1),
+        kv_pages=kv_pages,
         ssm_pages=longer(batch.ssm_pages, -1),
         conv_pages=longer(batch.conv_pages, -1),
         fresh_state=longer(batch.fresh_state, 1),

@@ -31,13 +31,6 @@ _ELEMENTS = {
 }  # fmt: skip
 
 
-def address_of(array: Any) -> int:
-    """The device address of an array, of an int (itself) or of None (0)."""
-    if array is None:
-        return 0
-    return array if isinstance(array, int) else array.data.ptr  # type: ignore[no-any-return]
-
-
 class Kernel:
     """A kernel of `path` under cuda_src, compiled with `defines` at its first launch.
 
@@ -55,9 +48,10 @@ class Kernel:
                 raise ValueError(f"{name}: parameter {label} has the unknown type {kind!r}")
             self.parameters.append((label, kind))
         n = len(self.parameters)
-        self._is_pointer = [kind not in _SCALARS for _, kind in self.parameters]
-        self._elements = [
-            np.dtype(_ELEMENTS[kind[:-1]]) if kind[:-1] in _ELEMENTS else None for _, kind in self.parameters
+        self._labels = [label for label, _ in self.parameters]
+        self._kinds = [
+            (kind not in _SCALARS, np.dtype(_ELEMENTS[kind[:-1]]) if kind[:-1] in _ELEMENTS else None)
+            for _, kind in self.parameters
         ]
         self._packer = struct.Struct("=" + "".join(_SCALARS.get(kind, "Q") for _, kind in self.parameters))
         self._buffer = ctypes.create_string_buffer(8 * n)
@@ -103,11 +97,22 @@ class Kernel:
             # Static and dynamic shared memory share the default limit, so even a small request may need this.
             self._raw.max_dynamic_shared_size_bytes = shared_bytes
             self._shared_bytes = shared_bytes
-        self._packer.pack_into(
-            self._buffer,
-            0,
-            *[address_of(arg) if pointer else arg for pointer, arg in zip(self._is_pointer, args, strict=True)],
-        )
+        # Checking and packing in one pass: a prefill step has a thousand launches of some twenty arguments.
+        checked, values = self._checked, []
+        for i, (is_pointer, wanted) in enumerate(self._kinds):
+            arg = args[i]
+            if not is_pointer or type(arg) is int:
+                values.append(arg)
+            elif arg is None:
+                values.append(0)
+            else:
+                if checked and ((wanted is not None and arg.dtype is not wanted) or not arg._c_contiguous):
+                    self._check_array(i, arg)
+                values.append(arg.data.ptr)
+        try:
+            self._packer.pack_into(self._buffer, 0, *values)
+        except struct.error as error:
+            raise ValueError(f"{self.name}: {dict(zip(self._labels, values, strict=True))}: {error}") from error
         queue = self._current_stream() if stream is None else stream
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         bx, by, bz = block if len(block) == 3 else (*block, 1, 1)[:3]
@@ -118,15 +123,11 @@ class Kernel:
             raise TypeError(f"{self.name} takes {len(self.parameters)} arguments, {len(args)} given")
         if min(grid) < 1 or min(block) < 1 or math.prod(block) > 1024 or max(grid[1:], default=1) > 65535:
             raise ValueError(f"{self.name}: grid {grid}, block {block} cannot be launched")
-        for (label, kind), pointer, wanted, arg in zip(
-            self.parameters, self._is_pointer, self._elements, args, strict=True
-        ):
-            if not pointer:
-                if kind == "i32" and not -0x80000000 <= arg < 0x80000000:
-                    raise ValueError(f"{self.name}: {label} = {arg} does not fit in 32 bits")
-            elif arg is not None and not isinstance(arg, int):
-                dtype = arg.dtype
-                if wanted is not None and dtype is not wanted and dtype != wanted:
-                    raise TypeError(f"{self.name}: {label} has elements {dtype}, not {wanted}")
-                if not arg._c_contiguous:  # CuPy's own flag: the public one costs a microsecond
-                    raise ValueError(f"{self.name}: {label} of shape {arg.shape} is not contiguous")
+
+    def _check_array(self, i: int, array: Any) -> None:
+        """Raise where an array is not what parameter i wants; equal types may be different objects."""
+        wanted, label = self._kinds[i][1], self._labels[i]
+        if wanted is not None and array.dtype != wanted:
+            raise TypeError(f"{self.name}: {label} has elements {array.dtype}, not {wanted}")
+        if not array._c_contiguous:  # CuPy's own flag: the public one costs a microsecond
+            raise ValueError(f"{self.name}: {label} of shape {array.shape} is not contiguous")

@@ -111,11 +111,11 @@ class Sampler:
         self.reserve(n_rows)
         penalised = has_penalties(params)
         hot = params.temperature != 0.0
-        parameters = top_k = None
+        parameters = top_k = 0
         if penalised or hot.any():
             numbers = np.empty((n_rows, 4), np.float32)
-            for column, values in enumerate((params.temperature, params.top_p, params.min_p, params.uniform)):
-                numbers[:, column] = values
+            for i, column in enumerate((params.temperature, params.top_p, params.min_p, params.uniform)):
+                numbers[:, i] = column
             blocks = [numbers, params.top_k.astype(np.int32, copy=False)]
             blocks += pack_penalties(params) if penalised else ()
             self._staged.reserve(sum(align_up(block.nbytes, 16) for block in blocks))
