@@ -83,6 +83,16 @@ def test_hybrid_models_lend_whole_huge_pages_to_states() -> None:
     assert n_before > 0 and values["decisions"]["shrink"] > 0
 
 
+def test_a_request_of_a_hybrid_gives_up_no_more_experts_than_its_pages() -> None:
+    """Qwen3-Next: 36 states and their convolution rows are 37 SSM pages, 5 huge pages of 64 expert pages, gathered
+    from experts that lie anywhere; KV pages come beside them."""
+    gguf = shape_gguf("qwen3-next-80b-a3b", "q4_k_m")[0]
+    simulation = Simulation(gguf, settings(memory_bytes=20 << 30, policy="paper", audit=True))
+    values = simulation.run([TraceRequest(0.0, 200, 2)]).values
+    assert values["requests"] == 1
+    assert (5 * 64 - 25) / 6.5 <= values["decisions"]["shrink"] <= (5 * 64 + 20) / 6.5
+
+
 def test_requests_with_a_common_prefix_compute_it_once(qwen) -> None:  # type: ignore[no-untyped-def]
     same = [TraceRequest(float(60 * i), 1024, 4, (7, 8)) for i in range(2)]
     other = [TraceRequest(float(60 * i), 1024, 4, (7 + 2 * i, 8 + 2 * i)) for i in range(2)]
