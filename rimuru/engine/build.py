@@ -16,7 +16,9 @@ from rimuru.arch.tensors import check_tensors, expert_tensors
 from rimuru.base.errors import BadInputError, FileFormatError, NotEnoughMemoryError
 from rimuru.base.units import ceil_div, human_bytes
 from rimuru.config import EngineConfig, parse_share
+from rimuru.engine.branches import call_openers
 from rimuru.engine.engine import Engine
+from rimuru.engine.rehearse import rehearsal_batches
 from rimuru.engine.resize import resize_pool
 from rimuru.engine.resolve import (
     MIN_CONTEXT_TOKENS,
@@ -29,6 +31,7 @@ from rimuru.engine.resolve import (
     ram_bytes,
     request_bytes,
     resolve,
+    snapshot_ram_bytes,
     wanted_pool_bytes,
 )
 from rimuru.engine.room import CompactingRoom, ElasticPolicy, ExpertRoom
@@ -236,21 +239,29 @@ class _Builder:
         dense_bytes = self.reader.n_bytes
         scratch_bytes = self.workspace.n_bytes + model.logit_bytes + self._reserve_step(most_rows)
         context_length = self._size_pool(dense_bytes, scratch_bytes)
-        cache = SequenceCache(self.pool, layout, prefix_cache=self.config.prefix_cache)
+        self.snapshot_ram_bytes = snapshot_ram_bytes(self.config, resolved.device, layout)
+        cache = SequenceCache(
+            self.pool, layout, prefix_cache=self.config.prefix_cache, host_bytes=self.snapshot_ram_bytes
+        )
         room = CompactingRoom(cache, self.pool, layout)
         if layout.expert is not None:
             elastic = ExpertRoom(cache, self.pool, layout, self.config.expert_offload_limit, self._elastic_policy())
-            self._build_store(biases, elastic)
+            reader_stand_in.store = self.store = self._make_store(biases, elastic)
             room = elastic if self.quotas is None else room
-            room.store = self.store
-            reader_stand_in.store = self.store
+            room.store = elastic.store = self.store
+        sampler = Sampler(ops, most_rows)
+        runner = Runner(model, ops, sampler.ids)
+        sizes = sorted({ops.padded_sequences(n) for n in range(1, resolved.max_sequences + 1)})
+        wait_for_kernels = ops.prepare(runner.all_rows, rehearsal_batches(resolved.max_step_tokens, sizes, layout))
+        self._fill_store()
+        wait_for_kernels(lambda done, total: self.progress("kernels", done, total))
         tokenizer = Tokenizer.from_kv(self.gguf.kv, str(self.gguf.path))
         scheduler = Scheduler(cache, room, resolved.max_step_tokens, resolved.max_sequences)
-        sampler = Sampler(ops, most_rows)
         engine = Engine(
-            scheduler, cache, self.pool, layout, Runner(model, ops, sampler.ids), sampler,
+            scheduler, cache, self.pool, layout, runner, sampler,
             context_length, self.model_config.n_vocab,
             frozenset(tokenizer.eog_ids) if tokenizer is not None else frozenset(), self.config.seed, self.store,
+            call_openers(tokenizer),
         )  # fmt: skip
         return LoadedModel(
             self.gguf, self.model_config, layout, resolved, ops, engine, self.pool, self.memory, self.store, room,
@@ -345,25 +356,28 @@ class _Builder:
         short = request_bytes(layout, min(MIN_CONTEXT_TOKENS, self.resolved.n_positions))
         return buffers + short + layout.huge_bytes * (2 if layout.ssm is not None else 1)
 
-    def _build_store(self, biases: list[dict[str, Array]], room: ExpertRoom) -> None:
-        """The expert store, filled: a fixed number of residents, or as many as leave the reserve of free pages."""
+    def _make_store(self, biases: list[dict[str, Array]], room: ExpertRoom) -> HostExpertStore | DeviceExpertStore:
+        """The expert store, still empty."""
         layout = self.layout.expert
         assert layout is not None
         if self.source is None:
             self.source = GgufExpertSource(self.gguf, layout)
-        quotas = self.quotas
         view, copier, n_threads = ExpertView(self.pool), self.ops.copier(), min(self.resolved.threads, 8)
         if self.resolved.device == "cuda":
-            self.store = DeviceExpertStore(
-                layout, self.pool, view, self.source, self.ops, copier, biases, quotas, room.may_grow,
+            return DeviceExpertStore(
+                layout, self.pool, view, self.source, self.ops, copier, biases, self.quotas, room.may_grow,
                 ram_bytes(self.config), n_threads, self.config.residency,
             )  # fmt: skip
-        else:
-            self.store = HostExpertStore(
-                layout, self.pool, view, self.source, copier, biases, self.n_buffers, quotas,
-                room.may_grow, self.config.fill_on_read, n_threads, self.config.residency,
-            )  # fmt: skip
-        room.store = self.store
+        return HostExpertStore(
+            layout, self.pool, view, self.source, copier, biases, self.n_buffers, self.quotas,
+            room.may_grow, self.config.fill_on_read, n_threads, self.config.residency,
+        )  # fmt: skip
+
+    def _fill_store(self) -> None:
+        """Load experts: a fixed number of residents, or as many as leave the reserve of free pages."""
+        layout, store, quotas = self.layout.expert, self.store, self.quotas
+        if layout is None or store is None:
+            return
         total = sum(layer.n_experts * layer.useful_bytes for layer in layout.layers)
         done = 0
 
@@ -374,8 +388,8 @@ class _Builder:
 
         profile = find_profile(self.gguf.path, layout, self.model_config.architecture)
         if profile is not None:
-            self.store.residency.load_profile(profile.probabilities())
-        n_loaded = self.store.preload(self.store.residency.hottest(), advance)
+            store.residency.load_profile(profile.probabilities())
+        n_loaded = store.preload(store.residency.hottest(), advance)
         if quotas is not None and n_loaded < sum(quotas):
             raise NotEnoughMemoryError(
                 f"{sum(quotas)} resident experts were asked for, but only {n_loaded} fit in "

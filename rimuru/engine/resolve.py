@@ -23,6 +23,7 @@ MIN_CONTEXT_TOKENS = 128
 """A pool that cannot hold a request of this many tokens is refused."""
 AUTO_RAM_SHARE = 0.8
 """Of the memory that is free at start, where --memory is not given."""
+SNAPSHOT_RAM_SHARE = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,12 @@ def check_context(asked: int | None, longest: int, memory_bytes: int, file_conte
 def ram_bytes(config: EngineConfig) -> int:
     """Host memory that experts outside the device may take: --ram, or most of what is free."""
     return int(psutil.virtual_memory().available * AUTO_RAM_SHARE) if config.ram is None else int(config.ram)
+
+
+def snapshot_ram_bytes(config: EngineConfig, device: str, layout: PoolLayout) -> int:
+    """Of `ram_bytes`: what states kept for reuse may take when they leave the pool. On the CPU the pool is RAM."""
+    has_states = layout.ssm is not None or layout.conv is not None
+    return int(ram_bytes(config) * SNAPSHOT_RAM_SHARE) if device != "cpu" and has_states and config.prefix_cache else 0
 
 
 def pool_limit_bytes(memory_bytes: int, memory_is_given: bool) -> int:

@@ -81,13 +81,21 @@ class CompactingRoom:
         """Form the pages that the request needs out of free pieces; True where it can be extended now."""
         if self.cache.can_extend(seq_id, n_tokens):
             return True
+        self._gather(self.cache.pages_needed(seq_id, n_tokens))
+        return self.cache.can_extend(seq_id, n_tokens)
+
+    def _gather(self, needs: dict[PageKind, int]) -> None:
+        """Move pages so that free ones of each kind can be formed."""
         self.before_moves()
-        needs = self.cache.pages_needed(seq_id, n_tokens)
         for wanted in (self._parents_wanted(needs), needs):  # together first: a page is good for one thing only
             for kind, n_pages in wanted.items():
                 if n_pages:
                     make_room(self.pool, kind, n_pages, self.flips())
-        return self.cache.can_extend(seq_id, n_tokens)
+
+    def make_pages(self, needs: dict[PageKind, int]) -> bool:
+        """See engine.scheduler.Room."""
+        self._gather(needs)
+        return all(self.pool.allocator.can_allocate(kind, n) for kind, n in needs.items())
 
     def _parents_wanted(self, needs: dict[PageKind, int]) -> dict[PageKind, int]:
         """Expert and SSM pages that these needs take together, beyond the room in those that are split already."""
@@ -268,9 +276,22 @@ class ExpertRoom(CompactingRoom):
     def pages_short(self, seq_id: int, n_tokens: int) -> int:
         """R_b: expert pages that the request needs beyond what is free. A state needs whole huge pages, which can be
         gathered from free expert pages that lie apart."""
-        assert self.layout.expert is not None
+        return self._short_of(self.cache.pages_needed(seq_id, n_tokens))
+
+    def make_pages(self, needs: dict[PageKind, int]) -> bool:
+        """See engine.scheduler.Room. The coldest experts give way."""
+        needed = self._short_of(needs)
+        n_shrink, _ = paper_decision(needed, self.free_pages, self.pages_per_expert) if needed else (0, 0)
+        if n_shrink > self._most_shrinks():
+            return False
+        if n_shrink:
+            self._is_short = True
+            self.shrink(n_shrink, f"states to keep need {needed} pages")
+        return super().make_pages(needs)
+
+    def _short_of(self, needs: dict[PageKind, int]) -> int:
         allocator = self.pool.allocator
-        wanted = self._parents_wanted(self.cache.pages_needed(seq_id, n_tokens))
+        wanted = self._parents_wanted(needs)
         n_pages = wanted["expert"]
         if wanted["ssm"]:
             per_huge = allocator.per_huge("ssm")
