@@ -22,7 +22,7 @@ class Runner:
         """float32 [R, n_vocab] for Batch.logit_rows, R at most the model's max_logit_rows; None where R is 0."""
         n_rows = len(batch.logit_rows)
         if batch.is_decode and n_rows == batch.n_seqs:
-            return self.ops.run_decode(batch, self._decode)[:n_rows]
+            return self.ops.run_decode(batch, self.all_rows)[:n_rows]
         step = self.ops.stage(batch)
         self.ops.take_tokens(step.token_ids, self.sampled_ids)
         self.model.hidden(step)
@@ -30,7 +30,8 @@ class Runner:
             return self.model.logits(step, step.logit_rows, n_rows)
         return None
 
-    def _decode(self, step: Step) -> Array:
+    def all_rows(self, step: Step) -> Array:
+        """A whole step that wants one token of every sequence."""
         self.ops.take_tokens(step.token_ids, self.sampled_ids)
         self.model.hidden(step)
         return self.model.logits(step, step.logit_rows, step.host.n_seqs)

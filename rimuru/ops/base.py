@@ -11,7 +11,7 @@ that token's inputs and the cache, in a fixed order of sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -203,6 +203,15 @@ class Ops(Protocol):
 
         A device may pad the batch (up to padded_sequences(S)) and replay what it captured; rows beyond S of the result
         hold nothing of use.
+        """
+
+    def prepare(
+        self, forward: Callable[[Step], Array], batches: Iterable[Batch]
+    ) -> Callable[[Callable[[int, int], None]], None]:
+        """Begin to make ready what steps of these shapes use: a device compiles their kernels, side by side.
+
+        forward(step) launches a whole step. Nothing is computed: only shapes count. The result waits until all is ready
+        and calls progress(done, total) on the way.
         """
 
     def padded_sequences(self, n_seqs: int) -> int:

@@ -17,7 +17,7 @@ from rimuru.ops.cuda import attention, embed, head_linear, loader, matmul, moe, 
 from rimuru.ops.cuda.copier import CudaCopier
 from rimuru.ops.cuda.device import DeviceInfo, StagedBytes
 from rimuru.ops.cuda.graphs import DecodeGraphs, bucket_of
-from rimuru.ops.cuda.launch import Kernel
+from rimuru.ops.cuda.launch import Kernel, rehearsal
 from rimuru.ops.cuda.sampling import KERNELS as SAMPLING_KERNELS
 from rimuru.ops.cuda.sampling import Sampler
 from rimuru.ops.cuda.upload import Uploader
@@ -166,6 +166,25 @@ class CudaOps:
         """Compile kernels in parallel (from CuPy's disk cache where it has them)."""
         self._enter()
         loader.compile_all([kernel.source for kernel in kernels], progress)
+
+    def prepare(
+        self, forward: Callable[[Step], Array], batches: Iterable[Batch]
+    ) -> Callable[[Callable[[int, int], None]], None]:
+        """See Ops.prepare: the steps are gone through without launching, which tells the kernels that they use."""
+        self._enter()
+        with rehearsal() as used:
+            for batch in batches:
+                forward(self.stage(batch))
+        kernels = dict.fromkeys(SAMPLING_KERNELS, 0) | used
+        finish = loader.start_compiling([kernel.source for kernel in kernels])
+
+        def ready(progress: Callable[[int, int], None]) -> None:
+            finish(progress)
+            self._enter()
+            for kernel, shared_bytes in kernels.items():
+                kernel.load(shared_bytes)
+
+        return ready
 
     @staticmethod
     def common_kernels() -> list[Kernel]:

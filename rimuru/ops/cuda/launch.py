@@ -14,8 +14,9 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -36,6 +37,8 @@ class Kernel:
 
     Arguments are packed into one buffer per kernel, which the driver reads during the launch: one thread at a time.
     """
+
+    _rehearsed: ClassVar[dict[Kernel, int] | None] = None
 
     def __init__(self, path: str, name: str, signature: str, defines: Mapping[str, int | str] | None = None) -> None:
         self.path = path
@@ -70,8 +73,9 @@ class Kernel:
         """(path, defines), as loader.compile_all takes it."""
         return self.path, self.defines
 
-    def load(self) -> None:
-        """Compile now; a launch during graph capture must find its kernel loaded."""
+    def load(self, shared_bytes: int = 0) -> None:
+        """Compile now, and allow launches with so much dynamic shared memory; a launch during graph capture must find
+        its kernel loaded."""
         if self._launch_kernel is None:
             import cupy
 
@@ -79,6 +83,10 @@ class Kernel:
             self._function = int(self._raw.kernel.ptr)
             self._current_stream = cupy.cuda.get_current_stream
             self._launch_kernel = cupy.cuda.driver.launchKernel
+        if shared_bytes > self._shared_bytes:
+            # Static and dynamic shared memory share the default limit, so even a small request may need this.
+            self._raw.max_dynamic_shared_size_bytes = shared_bytes
+            self._shared_bytes = shared_bytes
 
     def __call__(
         self,
@@ -89,14 +97,13 @@ class Kernel:
         stream: Any = None,
     ) -> None:
         """Launch on `stream`, or on the current stream of the thread."""
-        if self._launch_kernel is None:
-            self.load()
+        if self._rehearsed is not None:
+            self._rehearsed[self] = max(shared_bytes, self._rehearsed.get(self, 0))
+            return
+        if self._launch_kernel is None or shared_bytes > self._shared_bytes:
+            self.load(shared_bytes)
         if self._checked:
             self._check(grid, block, args)
-        if shared_bytes > self._shared_bytes:
-            # Static and dynamic shared memory share the default limit, so even a small request may need this.
-            self._raw.max_dynamic_shared_size_bytes = shared_bytes
-            self._shared_bytes = shared_bytes
         # Checking and packing in one pass: a prefill step has a thousand launches of some twenty arguments.
         checked, values = self._checked, []
         for i, (is_pointer, wanted) in enumerate(self._kinds):
@@ -131,3 +138,14 @@ class Kernel:
             raise TypeError(f"{self.name}: {label} has elements {array.dtype}, not {wanted}")
         if not array._c_contiguous:  # CuPy's own flag: the public one costs a microsecond
             raise ValueError(f"{self.name}: {label} of shape {array.shape} is not contiguous")
+
+
+@contextmanager
+def rehearsal() -> Iterator[dict[Kernel, int]]:
+    """Launches inside are noted instead of done: which kernels, with the most dynamic shared memory of each."""
+    used: dict[Kernel, int] = {}
+    Kernel._rehearsed = used
+    try:
+        yield used
+    finally:
+        Kernel._rehearsed = None

@@ -7,6 +7,7 @@ by `-D`. Flattening needs no CuPy, so that the sources can be compiled and check
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -126,12 +127,14 @@ def module(path: str, defines: Defines | None = None) -> Module:
         return found
 
 
-def compile_all(
-    sources: Iterable[tuple[str, Defines]],
-    progress: Callable[[int, int], None] | None = None,
-    n_threads: int = 8,
-) -> None:
-    """Compile many (path, defines) in threads; `progress(done, total)` after each. The first error is raised."""
+Progress = Callable[[int, int], None]
+
+
+def start_compiling(
+    sources: Iterable[tuple[str, Defines]], n_threads: int | None = None
+) -> Callable[[Progress | None], None]:
+    """Compile many (path, defines) in threads, one a core where not said. The result waits for them and calls
+    progress(done, total) after each; the first error is raised then."""
     import cupy
 
     unique = {(path, compile_options(defines)): (path, defines) for path, defines in sources}
@@ -141,9 +144,27 @@ def compile_all(
         cupy.cuda.runtime.setDevice(device_id)  # the current device is a property of the thread
         module(path, defines).compile()
 
-    with ThreadPoolExecutor(max(1, n_threads), thread_name_prefix="nvrtc") as pool:
-        futures = [pool.submit(build, path, defines) for path, defines in unique.values()]
+    pool = ThreadPoolExecutor(n_threads or _n_cores(), thread_name_prefix="nvrtc")
+    futures = [pool.submit(build, path, defines) for path, defines in unique.values()]
+    pool.shutdown(wait=False)
+
+    def finish(progress: Progress | None) -> None:
         for done, future in enumerate(as_completed(futures), start=1):
             future.result()
             if progress is not None:
                 progress(done, len(futures))
+
+    return finish
+
+
+def compile_all(
+    sources: Iterable[tuple[str, Defines]], progress: Progress | None = None, n_threads: int | None = None
+) -> None:
+    """Compile many (path, defines) in threads; `progress(done, total)` after each. The first error is raised."""
+    start_compiling(sources, n_threads)(progress)
+
+
+def _n_cores() -> int:
+    """Cores that this process may use, at most 32."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 32)

@@ -6,7 +6,7 @@ is the truth that kernels are compared with. Stored things (KV elements, states)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,11 @@ class ReferenceOps:
 
     def run_decode(self, batch: Batch, forward: Callable[[Step], Array]) -> Array:
         return forward(self.stage(batch))
+
+    def prepare(
+        self, forward: Callable[[Step], Array], batches: Iterable[Batch]
+    ) -> Callable[[Callable[[int, int], None]], None]:
+        return lambda progress: None
 
     def padded_sequences(self, n_seqs: int) -> int:
         return n_seqs

@@ -1,0 +1,44 @@
+"""Batches that a backend gets ready for: shapes of every kind of step, and kernels noted instead of launched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rimuru.engine.rehearse import batch_of, rehearsal_batches
+from rimuru.memory.specs import PoolLayout
+from rimuru.ops.cuda.launch import Kernel, rehearsal
+
+
+class NoPages:
+    kv = ssm = conv = None
+
+
+def test_every_decode_size_and_pieces_up_to_the_longest() -> None:
+    layout: PoolLayout = NoPages()  # type: ignore[assignment]
+    batches = list(rehearsal_batches(700, [1, 2, 12], layout))
+    assert [batch.n_seqs for batch in batches[:3]] == [1, 2, 12] and all(batch.is_decode for batch in batches[:3])
+    lengths = [batch.n_tokens for batch in batches[3:]]
+    assert lengths[0] == 2 and lengths[-1] == 700 and lengths == sorted(set(lengths))
+    assert all(after <= max(before + 1, 1.25 * before) for before, after in zip(lengths, lengths[1:], strict=False))
+
+
+def test_batches_are_whole() -> None:
+    layout: PoolLayout = NoPages()  # type: ignore[assignment]
+    batch = batch_of([1, 3, 2], layout)
+    assert batch.positions.tolist() == [0, 0, 1, 2, 0, 1] and batch.query_start.tolist() == [0, 1, 4, 6]
+    assert batch.logit_rows.tolist() == [0, 3, 5] and batch.seq_of_token.tolist() == [0, 1, 1, 1, 2, 2]
+    for name in ("token_ids", "positions", "query_start", "context_len", "kv_pages", "logit_rows"):
+        assert getattr(batch, name).dtype == np.int32, name
+
+
+def test_a_rehearsal_notes_kernels_and_launches_nothing() -> None:
+    first, second = (Kernel("no/such.cu", name, "n: i32") for name in ("first", "second"))
+    with rehearsal() as used:
+        first((1,), (32,), (1,), shared_bytes=100)
+        first((9,), (32,), (1,), shared_bytes=300)
+        first((1,), (32,), (1,), shared_bytes=200)
+        second((1,), (32,), (1,))
+    assert used == {first: 300, second: 0}
+    with pytest.raises(Exception, match="cupy|such"):
+        second((1,), (32,), (1,))
