@@ -14,6 +14,7 @@ import numpy as np
 from rimuru.base import env
 from rimuru.base.errors import BadInputError, ContextLengthError, RimuruError
 from rimuru.engine.assemble import assemble
+from rimuru.engine.branches import branch_points, mark_call
 from rimuru.engine.flight import Flight
 from rimuru.engine.runner import Runner
 from rimuru.engine.sampler import Sampler
@@ -27,9 +28,6 @@ from rimuru.plan import PlannedTokens, StepPlan
 from rimuru.request import SamplingParams, Sequence, TokenConstraint
 
 log = logging.getLogger(__name__)
-
-LAST_TURNS = 3
-"""Ends of turns, counted from the last, at which a prompt's states are saved."""
 
 
 @dataclass(slots=True)
@@ -56,14 +54,18 @@ class Engine:
         eog_ids: frozenset[int],
         seed: int,
         store: HostExpertStore | DeviceExpertStore | None = None,
+        call_openers: frozenset[int] = frozenset(),
     ) -> None:
+        """call_openers: tokens that open a tool call."""
         self.scheduler, self.cache, self.pool, self.layout = scheduler, cache, pool, layout
         self.runner, self.sampler = runner, sampler
         self._flight: Flight | None = None
+        self._leaving: list[Sequence] = []
+        """Ended, but the step in flight still runs their last token: its states are worth keeping."""
         self.overlaps: bool = sampler.ops.overlaps and not env.poison_free_pages()
         """Plan and queue a step while the one before runs; off where freed pages are written to at once."""
         self.context_length, self.n_vocab, self.eog_ids = context_length, n_vocab, eog_ids
-        self.store = store
+        self.store, self.call_openers = store, call_openers
         self.n_steps = 0
         self.plan: StepPlan | None = None
         """What the last step ran, or was about to run when it failed; None while it is being planned."""
@@ -100,22 +102,13 @@ class Engine:
             max_total_tokens=self.context_length,
             priority=priority,
             constraint=constraint,
-            snapshot_at=self._branch_points(token_ids),
+            snapshot_at=branch_points(token_ids, self.eog_ids) if self.cache.takes_snapshots else (),
         )
         if params.max_tokens == 0:
             sequence.state, sequence.finish_reason = "finished", "length"
         else:
             self.scheduler.add(sequence)
         return sequence
-
-    def _branch_points(self, token_ids: list[int]) -> tuple[int, ...]:
-        """Where conversations branch: after the first turn (system prompt), after the last turns, and one token before
-        the end of the prompt (a hit must leave one to run). Only for models whose states cannot be cut."""
-        if self.layout.ssm is None and self.layout.conv is None:
-            return ()
-        turns = [i + 1 for i, token_id in enumerate(token_ids) if token_id in self.eog_ids]
-        points = {*turns[:1], *turns[-LAST_TURNS:], len(token_ids) - 1}
-        return tuple(sorted(p for p in points if 0 < p < len(token_ids)))
 
     def check_prompt(self, token_ids: list[int]) -> None:
         """Raise unless the ids can be run as a prompt that gets at least one token of answer."""
@@ -144,13 +137,15 @@ class Engine:
         """One step: drop what was cancelled, plan and launch, then take in the tokens of the step before (where work
         is not queued: of this one)."""
         self._drop_aborted()
-        self.plan = None
+        self.plan, report = None, StepReport([], [])
+        if self._flight is not None and (self._leaving or self._flight.must_land):
+            self._land(report)
         self.plan = plan = self.scheduler.schedule()
-        report = StepReport([], self._fail(plan))
+        report.ended += self._fail(plan)
         flight = self._launch(plan, report) if plan.items else None
         self._land(report)
         self._flight = flight
-        if flight is not None and (flight.must_land or not self.overlaps):
+        if flight is not None and (flight.must_land or not self.overlaps or not self.scheduler.has_work):
             self._land(report)
         if env.audit_every_step() or not self.has_work:
             self.audit()
@@ -176,20 +171,23 @@ class Engine:
         try:
             token_ids = flight.fetch()
         except Exception as error:
+            self._let_go(was_run=False)
             self._fail_step(flight.items, error, report)
             return
+        self._let_go(was_run=True)
         for item in flight.still_runs():
             sequence = item.sequence
             begin = sequence.n_cached - sequence.n_in_flight
             self.cache.commit(sequence.seq_id, sequence.tokens[begin : begin + item.n_tokens])
             sequence.n_in_flight -= item.n_tokens
             if sequence.n_cached in sequence.snapshot_at:
-                self.cache.snapshot(sequence.seq_id)
+                self.cache.snapshot(sequence.seq_id, self.scheduler.room.make_pages)
         for sequence, token_id in zip(flight.sampling, token_ids, strict=True):
             sequence.n_pending -= 1
             if sequence.is_finished:
                 continue
             sequence.append(int(token_id))
+            mark_call(sequence, int(token_id), self.call_openers)
             report.advanced.append(sequence)
             if sequence.finish_reason is not None:
                 self.finish(sequence)
@@ -236,9 +234,23 @@ class Engine:
         self.sampler.sample(self.runner.ops.upload(last), [probe])
 
     def finish(self, sequence: Sequence) -> None:
-        """End a sequence now: its pages go back, its full blocks stay findable."""
-        if not sequence.is_finished:
-            self.scheduler.remove(sequence)
+        """End a sequence now: its pages go back, its full blocks stay findable. Where states are to be kept and a step
+        in flight is changing them, that happens when it has landed: they then count its token, the answer's last."""
+        if sequence.is_finished:
+            return
+        runs_last = sequence.n_in_flight == 1 and sequence.n_cached == sequence.n_tokens
+        stays = self.cache.takes_snapshots and sequence.state == "running" and runs_last
+        self.scheduler.remove(sequence, keep_pages=stays)
+        if stays:
+            self._leaving.append(sequence)
+
+    def _let_go(self, was_run: bool) -> None:
+        """The step in flight has landed: release who ended while it ran."""
+        leaving, self._leaving = self._leaving, []
+        for sequence in leaving:
+            if was_run:
+                self.cache.commit(sequence.seq_id, sequence.tokens[-1:])
+            self.cache.release(sequence.seq_id, keep_prefix=was_run)
 
     # ---- scoring
     def score(self, token_ids: list[int], chunk: int) -> Iterator[np.ndarray]:

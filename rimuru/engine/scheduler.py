@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from rimuru.base.errors import NotEnoughMemoryError
+from rimuru.memory.specs import PageKind
 from rimuru.plan import PlannedTokens, StepPlan
 from rimuru.request import Sequence
 
@@ -51,6 +52,9 @@ class Room(Protocol):
         """Whether a waiting request of n_tokens (its likely answer included) should start beside n_running others,
         which will likely grow by n_promised_tokens together. It may be refused only while others run."""
 
+    def make_pages(self, needs: dict[PageKind, int]) -> bool:
+        """Free so many ids of each kind for something that is worth experts, between steps; may move pages."""
+
     def adjust(self, n_running: int, n_waiting: int, promised_tokens: Callable[[], int], reuse_rate: float) -> None:
         """Everything that this step needs has been asked for: use what is left. Once per step.
 
@@ -66,6 +70,9 @@ class NoRoom:
 
     def admits(self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int) -> bool:
         return True
+
+    def make_pages(self, needs: dict[PageKind, int]) -> bool:
+        return False
 
     def adjust(self, n_running: int, n_waiting: int, promised_tokens: Callable[[], int], reuse_rate: float) -> None:
         return None
@@ -226,13 +233,15 @@ class Scheduler:
             return 0
         return sum(self._likely_growth(sequence) for sequence in self.running)
 
-    def remove(self, sequence: Sequence, keep_prefix: bool = True) -> None:
-        """Take a finished, failed or cancelled sequence out, wherever it is; its pages go back exactly once."""
+    def remove(self, sequence: Sequence, keep_prefix: bool = True, keep_pages: bool = False) -> None:
+        """Take a finished, failed or cancelled sequence out, wherever it is; its pages go back exactly once
+        (keep_pages: by the caller, later)."""
         if sequence.state == "running":
             if sequence.finish_reason is not None:
                 self.mean_output_tokens += 0.1 * (sequence.n_output - self.mean_output_tokens)
             self.running.remove(sequence)
-            self.cache.release(sequence.seq_id, keep_prefix)
+            if not keep_pages:
+                self.cache.release(sequence.seq_id, keep_prefix)
         elif sequence.state == "waiting" and sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.state = "finished"
