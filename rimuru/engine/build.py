@@ -366,7 +366,7 @@ class _Builder:
         if self.resolved.device == "cuda":
             return DeviceExpertStore(
                 layout, self.pool, view, self.source, self.ops, copier, biases, self.quotas, room.may_grow,
-                ram_bytes(self.config), n_threads, self.config.residency,
+                ram_bytes(self.config) - self.snapshot_ram_bytes, n_threads, self.config.residency,
             )  # fmt: skip
         return HostExpertStore(
             layout, self.pool, view, self.source, copier, biases, self.n_buffers, self.quotas,
