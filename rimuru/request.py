@@ -150,6 +150,8 @@ class Sequence:
     max_total_tokens: int
     """Prompt and output together end here at the latest (context length)."""
     priority: int = 0
+    client: str = ""
+    """Whose it is: clients share the engine fairly."""
     snapshot_at: tuple[int, ...] = ()
     """Token counts, ascending, at which recurrent states are saved for reuse: a piece of the prompt ends there."""
     state: State = "waiting"

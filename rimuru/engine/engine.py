@@ -72,6 +72,9 @@ class Engine:
         self._ids = itertools.count()
         self._seeds = np.random.default_rng(seed % (1 << 64))
         self._aborts: deque[Sequence] = deque()
+        self._report = StepReport([], [])
+        """What has landed since the last step returned."""
+        scheduler.land = self.land
 
     # ---- requests
     def add(
@@ -81,8 +84,9 @@ class Engine:
         index: int = 0,
         priority: int = 0,
         constraint: TokenConstraint | None = None,
+        client: str = "",
     ) -> Sequence:
-        """Queue a prompt. `index` tells apart the answers of one request with n > 1.
+        """Queue a prompt. `index` tells apart the answers of one request with n > 1; clients share the engine fairly.
 
         Raises BadInputError for an empty prompt or unknown token ids, ContextLengthError where prompt + 1 exceeds
         the context.
@@ -101,6 +105,7 @@ class Engine:
             eog_ids=self.eog_ids,
             max_total_tokens=self.context_length,
             priority=priority,
+            client=client,
             constraint=constraint,
             snapshot_at=branch_points(token_ids, self.eog_ids) if self.cache.takes_snapshots else (),
         )
@@ -130,28 +135,30 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._aborts) or self._flight is not None
+        is_told = not self._report.advanced and not self._report.ended
+        return self.scheduler.has_work or bool(self._aborts) or self._flight is not None or not is_told
 
     # ---- stepping
     def step(self) -> StepReport:
         """One step: drop what was cancelled, plan and launch, then take in the tokens of the step before (where work
         is not queued: of this one)."""
         self._drop_aborted()
-        self.plan, report = None, StepReport([], [])
+        self.plan = None
         if self._flight is not None and (self._leaving or self._flight.must_land):
-            self._land(report)
+            self.land()
         self.plan = plan = self.scheduler.schedule()
-        report.ended += self._fail(plan)
-        flight = self._launch(plan, report) if plan.items else None
-        self._land(report)
+        self._report.ended += self._fail(plan)
+        flight = self._launch(plan) if plan.items else None
+        self.land()
         self._flight = flight
         if flight is not None and (flight.must_land or not self.overlaps or not self.scheduler.has_work):
-            self._land(report)
+            self.land()
+        report, self._report = self._report, StepReport([], [])
         if env.audit_every_step() or not self.has_work:
             self.audit()
         return report
 
-    def _launch(self, plan: StepPlan, report: StepReport) -> Flight | None:
+    def _launch(self, plan: StepPlan) -> Flight | None:
         """Queue the planned step; None where that failed."""
         self._begin()
         sampling = [item.sequence for item in plan.items if item.samples]
@@ -159,21 +166,22 @@ class Engine:
             logits = self.runner.run(assemble(plan.items, self.cache, self.layout))
             fetch = self.sampler.start(logits, sampling)
         except Exception as error:
-            self._fail_step(plan.items, error, report)
+            self._fail_step(plan.items, error)
             return None
         return Flight.launch(plan.items, sampling, fetch)
 
-    def _land(self, report: StepReport) -> None:
-        """Wait for the step in flight, tell the cache what was written, append the sampled tokens."""
+    def land(self) -> bool:
+        """Wait for the step in flight, tell the cache what was written, append the sampled tokens; the next report
+        names them. False where no step runs."""
         flight, self._flight = self._flight, None
         if flight is None:
-            return
+            return False
         try:
             token_ids = flight.fetch()
         except Exception as error:
             self._let_go(was_run=False)
-            self._fail_step(flight.items, error, report)
-            return
+            self._fail_step(flight.items, error)
+            return True
         self._let_go(was_run=True)
         for item in flight.still_runs():
             sequence = item.sequence
@@ -188,10 +196,11 @@ class Engine:
                 continue
             sequence.append(int(token_id))
             mark_call(sequence, int(token_id), self.call_openers)
-            report.advanced.append(sequence)
+            self._report.advanced.append(sequence)
             if sequence.finish_reason is not None:
                 self.finish(sequence)
-                report.ended.append(sequence)
+                self._report.ended.append(sequence)
+        return True
 
     def _begin(self) -> None:
         self.n_steps += 1
@@ -209,7 +218,7 @@ class Engine:
             sequence.state = "finished"
         return list(plan.failed)
 
-    def _fail_step(self, items: list[PlannedTokens], error: Exception, report: StepReport) -> None:
+    def _fail_step(self, items: list[PlannedTokens], error: Exception) -> None:
         """A step that broke ends the requests in it, with the reason; what they wrote to the cache is not reused."""
         log.error("a step with %d requests failed: %s", len(items), error, exc_info=not isinstance(error, RimuruError))
         for item in items:
@@ -224,7 +233,7 @@ class Engine:
             else:
                 sequence.error = error
             self.scheduler.remove(sequence, keep_prefix=False)
-            report.ended.append(sequence)
+            self._report.ended.append(sequence)
 
     def warm_up(self) -> None:
         """Run three tokens through the model and sample, so that kernels are compiled before the first request."""
@@ -243,6 +252,8 @@ class Engine:
         self.scheduler.remove(sequence, keep_pages=stays)
         if stays:
             self._leaving.append(sequence)
+            if not self.scheduler.has_work:
+                self.land()
 
     def _let_go(self, was_run: bool) -> None:
         """The step in flight has landed: release who ended while it ran."""
@@ -256,8 +267,9 @@ class Engine:
     def score(self, token_ids: list[int], chunk: int) -> Iterator[np.ndarray]:
         """Logits after each of token_ids, as float32 [r, n_vocab] arrays in order; the prompt is run in pieces of
         `chunk` tokens, without prefix reuse. The engine must be idle."""
-        if self.scheduler.has_work or self._flight is not None:
+        if self.scheduler.has_work:
             raise BadInputError("logits cannot be scored while requests run")
+        self.land()
         sequence = Sequence(
             next(self._ids), list(token_ids), len(token_ids), SamplingParams(), np.random.default_rng(0), frozenset(), 0
         )

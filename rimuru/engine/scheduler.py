@@ -1,8 +1,10 @@
 """Which sequences run in the next step, and how many of their tokens.
 
-Continuous batching under a token budget: running sequences first in arrival order (decoding ones are one token each,
-so they never starve behind a prompt), then waiting ones are admitted while budget, places and pages last. A sequence
-that cannot get its pages makes the youngest one give way (preemption by recompute); the oldest always advances.
+Continuous batching under a token budget: running sequences first in the order of their admission, higher priorities
+before lower ones (decoding ones are one token each, so they never starve behind a prompt), then waiting ones are
+admitted, fairly between clients (engine/queue.py), while budget, places and pages last. A sequence that cannot get its
+pages makes the last one of that order give way; the first always advances. What who gives way has written moves to
+host memory where bringing it back is cheaper than running it again.
 
 Admission is optimistic: what is known of a request must fit. With `reserve` its longest possible answer must fit too
 and gets its pages at once, so that nobody ever gives way.
@@ -12,11 +14,12 @@ Knows memory only through SequenceCache and `Room`; runs without weights.
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Callable
 from typing import Literal, Protocol
 
 from rimuru.base.errors import NotEnoughMemoryError
+from rimuru.engine.queue import WaitingQueue
 from rimuru.memory.specs import PageKind
 from rimuru.plan import PlannedTokens, StepPlan
 from rimuru.request import Sequence
@@ -37,6 +40,10 @@ class SequencePages(Protocol):
     def extend(self, seq_id: int, n_tokens: int) -> bool: ...
     def retract(self, seq_id: int) -> None: ...
     def release(self, seq_id: int, keep_prefix: bool = True) -> None: ...
+    def swap_seconds(self, seq_id: int) -> float: ...
+    def n_lost_tokens(self, seq_id: int) -> int: ...
+    def swap_out(self, seq_id: int) -> bool: ...
+    def forget(self, seq_id: int) -> None: ...
 
 
 class Room(Protocol):
@@ -78,6 +85,32 @@ class NoRoom:
         return None
 
 
+class _LandedError(Exception):
+    """A step has landed while the next one was planned: what was planned is out of date."""
+
+
+class PrefillRate:
+    """Tokens of prompts per second, measured over steps that were mostly prompt, as long as steps follow each other."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0
+        """0 until something was measured."""
+        self._started = 0.0
+        self._n_tokens = 0
+
+    def lap(self, plan: StepPlan | None) -> None:
+        """A step begins (None: planning begins, after which nothing may run)."""
+        now = time.perf_counter()
+        if self._n_tokens:
+            rate = self._n_tokens / max(now - self._started, 1e-6)
+            self.tokens_per_s += (0.3 if self.tokens_per_s else 1.0) * (rate - self.tokens_per_s)
+        self._n_tokens = 0
+        if plan is not None:
+            n_prompt = sum(item.n_tokens for item in plan.items if item.n_tokens > 1)
+            if 2 * n_prompt > plan.n_tokens:
+                self._n_tokens, self._started = plan.n_tokens, now
+
+
 class Scheduler:
     """Holds the waiting and the running sequences. `schedule` plans a step; `finish` takes a sequence out."""
 
@@ -91,20 +124,21 @@ class Scheduler:
     ) -> None:
         self.cache, self.room, self.admission = cache, room, admission
         self.max_step_tokens, self.max_sequences = max_step_tokens, max_sequences
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
+        """Higher priorities first, then in order of admission."""
         self.n_preemptions = 0
+        self.prefill = PrefillRate()
+        self.land: Callable[[], bool] = lambda: False
+        """Takes in the tokens of the step that runs; False where none does."""
         self.mean_output_tokens = 256.0
         """Of answers so far, smoothed: what is expected of those to come."""
         self.reuse_rate = 1.0
         """Share of the requests lately that began with a known prefix."""
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind those of its priority and above."""
-        position = len(self.waiting)
-        while position and self.waiting[position - 1].priority < sequence.priority:
-            position -= 1
-        self.waiting.insert(position, sequence)
+        """Queue a sequence behind those of its priority and above, fairly between clients."""
+        self.waiting.add(sequence, sequence.n_tokens + min(sequence.params.max_tokens, self.mean_output_tokens))
 
     @property
     def has_work(self) -> bool:
@@ -112,11 +146,17 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. Pages for every planned token are reserved when this returns."""
+        self.prefill.lap(None)
         plan = StepPlan()
-        budget = self._continue_running(plan)
+        try:
+            budget = self._continue_running(plan)
+        except _LandedError:
+            plan = StepPlan()
+            budget = self._continue_running(plan)
         if not plan.preempted:
             self._admit(plan, budget)
         self.room.adjust(len(self.running), len(self.waiting), self._promised_tokens, self.reuse_rate)
+        self.prefill.lap(plan)
         return plan
 
     def _continue_running(self, plan: StepPlan) -> int:
@@ -139,11 +179,16 @@ class Scheduler:
         return self.max_step_tokens - used
 
     def _reserve(self, sequence: Sequence, n_tokens: int, plan: StepPlan) -> bool:
-        """Pages for n_tokens more tokens, taken from experts or from the youngest running sequence if need be."""
+        """Pages for n_tokens more tokens, taken from experts or from the last running sequence if need be.
+
+        Raises _LandedError where somebody must give way and a step was running: its tokens have been taken in.
+        """
         n_tokens += sequence.n_in_flight  # the cache counts from what it was told of
         while not self.cache.extend(sequence.seq_id, n_tokens):
             if self.room.make(sequence.seq_id, n_tokens, len(self.running), True):
                 continue
+            if self.land():
+                raise _LandedError
             victim = self.running[-1]
             self._preempt(victim, plan)
             if victim is sequence:
@@ -151,22 +196,37 @@ class Scheduler:
         return True
 
     def preempt_youngest(self) -> bool:
-        """Between steps: the youngest running sequence gives its pages back; False where none runs."""
+        """Between steps: the last running sequence gives its pages back; False where none runs."""
+        if self.land() and not self.running:
+            return True
         if self.running:
             self._preempt(self.running[-1], StepPlan(), keep_prefix=False)
             return True
         return False
 
     def _preempt(self, sequence: Sequence, plan: StepPlan, keep_prefix: bool = True) -> None:
-        """Back to the head of the queue; its full blocks stay findable until their pages are wanted."""
-        self.cache.release(sequence.seq_id, keep_prefix)
+        """Back to its place in the queue. What it has written goes to host memory where that pays; else its full
+        blocks stay findable until their pages are wanted."""
+        moved = False
+        if sequence.n_in_flight == 0:
+            self.cache.retract(sequence.seq_id)  # it may have been planned, but nothing runs
+            moved = self._swap_pays(sequence) and self.cache.swap_out(sequence.seq_id)
+        if not moved:
+            self.cache.release(sequence.seq_id, keep_prefix)
         self.running.remove(sequence)
         sequence.n_cached = sequence.n_in_flight = 0
         sequence.state = "waiting"
         sequence.n_preemptions += 1
         self.n_preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
         plan.preempted.append(sequence)
+
+    def _swap_pays(self, sequence: Sequence) -> bool:
+        """Whether moving what a sequence has written out and back takes less time than running it again."""
+        rate = self.prefill.tokens_per_s
+        if rate <= 0.0:
+            return False
+        return self.cache.swap_seconds(sequence.seq_id) < self.cache.n_lost_tokens(sequence.seq_id) / rate
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Start waiting sequences in order; the first one that does not fit waits, and so do those behind it."""
@@ -182,18 +242,24 @@ class Scheduler:
                     return
                 self._fail(sequence, plan)  # it had the pool for itself
                 continue
-            self.waiting.popleft()
+            self.waiting.pop()
             if sequence.n_preemptions == 0:
                 sequence.n_reused = n_reused
                 self.reuse_rate += 0.1 * ((n_reused > 0) - self.reuse_rate)
             sequence.state = "running"
-            self.running.append(sequence)
+            self._enter(sequence)
             plan.items.append(PlannedTokens(sequence, n_tokens, n_tokens == sequence.n_uncached))
             budget -= n_tokens
 
+    def _enter(self, sequence: Sequence) -> None:
+        position = len(self.running)
+        while position and self.running[position - 1].priority < sequence.priority:
+            position -= 1
+        self.running.insert(position, sequence)
+
     def _fail(self, sequence: Sequence, plan: StepPlan) -> None:
         """End a waiting sequence that no amount of waiting can help."""
-        self.waiting.popleft()
+        self._end(self.waiting.pop())
         sequence.error = NotEnoughMemoryError(
             f"a request of {sequence.n_tokens} tokens needs more pages than the pool has; "
             "give more --memory or shorten it"
@@ -212,10 +278,9 @@ class Scheduler:
             n_likely += self._likely_growth(sequence)
         if self.running and not self.room.admits(seq_id, n_likely, len(self.running), self._promised_tokens()):
             return False
-        if not self.cache.can_extend(seq_id, wanted) and not (
-            self.room.make(seq_id, wanted, len(self.running)) and self.cache.can_extend(seq_id, wanted)
-        ):
-            return False
+        while not self.cache.can_extend(seq_id, wanted):
+            if not self.room.make(seq_id, wanted, len(self.running)):
+                return False
         if self.admission == "reserve":
             self.cache.extend(seq_id, wanted)
             self.cache.retract(seq_id)  # the pages stay with it; nothing has been written yet
@@ -242,6 +307,13 @@ class Scheduler:
             self.running.remove(sequence)
             if not keep_pages:
                 self.cache.release(sequence.seq_id, keep_prefix)
-        elif sequence.state == "waiting" and sequence in self.waiting:
+        elif sequence.state == "waiting":
             self.waiting.remove(sequence)
         sequence.state = "finished"
+        self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        """It will not run again."""
+        self.cache.forget(sequence.seq_id)
+        has_run = sequence.n_preemptions > 0 or sequence.n_cached > 0 or sequence.n_output > 0
+        self.waiting.settle(sequence, sequence.n_tokens if has_run else 0)

@@ -8,41 +8,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rimuru.base.errors import AuditError
-from rimuru.memory.kv_cache import KvCache, KvSequence
+from rimuru.memory.kv_cache import KvCache
+from rimuru.memory.open_sequence import CacheHit, OpenSequence
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.snapshots import MakePages, SnapshotStore
 from rimuru.memory.specs import PageKind, PoolLayout
 from rimuru.memory.state_cache import ORDER, Snapshot, StateCache, StatePages, allocate_all, free_all
+from rimuru.memory.swap import PageSwap, SavedSequence
 
 SeqId = Hashable
-
-
-@dataclass(frozen=True, slots=True)
-class CacheHit:
-    """How much of a prompt is in the cache already."""
-
-    n_cached_tokens: int
-
-
-@dataclass(slots=True)
-class _Open:
-    kv: KvSequence | None
-    n_tokens: int = 0
-    """Tokens whose KV and states are in the cache."""
-    n_pending: int = 0
-    """Tokens that a step may have written beyond those, not committed yet."""
-    has_states: bool = False
-    """Its states have their pages (or there are no states)."""
-    restore: Snapshot | None = None
-    """States to start from, copied at the first extend."""
 
 
 class SequenceCache:
@@ -56,18 +38,20 @@ class SequenceCache:
         snapshots: bool = True,
         salt: bytes = b"",
         host_bytes: int = 0,
+        swap_bytes: int = 0,
     ) -> None:
         """salt: names model and KV type, so that hashes never meet. snapshots: of states, where there are any.
-        host_bytes: of host memory, for snapshots that leave the pool."""
+        host_bytes: of host memory, for snapshots that leave the pool; swap_bytes: for sequences that give way."""
         self.pool = pool
         self.states = StateCache(pool, layout)
         copies = pool.copier is not None and layout.kv is not None
         self._takes_snapshots = bool(self.states) and prefix_cache and snapshots and copies
         self._prefix_cache = prefix_cache and (not self.states or self._takes_snapshots)
         self.kv = None if layout.kv is None else KvCache(pool, layout.kv, self._prefix_cache, salt)
-        self._open: dict[SeqId, _Open] = {}
+        self._open: dict[SeqId, OpenSequence] = {}
         self._slots: dict[SeqId, int] = {}
         self._free_slots: list[int] = []
+        self.swap = PageSwap(pool, self.kv, swap_bytes)
         self.snapshots = SnapshotStore(pool, self.states, self._snapshot_bytes(), host_bytes)
         if self.kv is not None:
             self.kv.on_evict = self._forget_unit
@@ -143,14 +127,17 @@ class SequenceCache:
             raise AuditError(f"sequence {seq_id} is open already")
         slot = self._free_slots.pop() if self._free_slots else len(self._open)
         self.states.open(slot)
-        seq = _Open(None if self.kv is None else self.kv.open(slot), has_states=not self.states)
+        seq = OpenSequence(None if self.kv is None else self.kv.open(slot), has_states=not self.states)
         self._open[seq_id] = seq
         self._slots[seq_id] = slot
-        if self.kv is not None and self._prefix_cache:
+        saved = self.swap.saved.get(seq_id)
+        if saved is not None:
+            self._open_saved(seq, saved, token_ids)
+        elif self.kv is not None and self._prefix_cache:
             self._adopt_prefix(seq, np.asarray(token_ids, np.int32))
         return CacheHit(seq.n_tokens)
 
-    def _adopt_prefix(self, seq: _Open, tokens: np.ndarray) -> None:
+    def _adopt_prefix(self, seq: OpenSequence, tokens: np.ndarray) -> None:
         assert self.kv is not None and seq.kv is not None
         n_unit = self.kv.n_unit
         most = tokens.size - 1
@@ -193,11 +180,13 @@ class SequenceCache:
             self.kv.extend(seq.kv, self._kv_tokens(seq, n_tokens), pages["kv"])
         if seq.restore is not None:
             self._restore(seq, slot, seq.restore)
+        if seq.saved is not None:
+            self._load(seq_id, seq, seq.saved)
         seq.n_pending = max(seq.n_pending, n_tokens)
         return True
 
     @staticmethod
-    def _kv_tokens(seq: _Open, n_tokens: int) -> int:
+    def _kv_tokens(seq: OpenSequence, n_tokens: int) -> int:
         """n_tokens after the committed ones, counted from where the KV tables stand (before a restore: less)."""
         assert seq.kv is not None
         return n_tokens + seq.n_tokens - seq.kv.n_tokens
@@ -220,16 +209,60 @@ class SequenceCache:
 
         States stay as a snapshot at its last token, unless a step may be writing to them.
         """
+        self._close(seq_id, keep_prefix, keep_states=keep_prefix)
+
+    def _close(self, seq_id: SeqId, keep_prefix: bool, keep_states: bool) -> None:
         if seq_id not in self._open:
             raise AuditError(f"sequence {seq_id} is released but not open (or released twice)")
         seq, slot = self._open.pop(seq_id), self._slots.pop(seq_id)
         if seq.restore is not None:
             self.snapshots.release(self.snapshots.drop(seq.restore))
-        gift = keep_prefix and seq.n_pending == 0 and self._donate(seq, slot)
+        gift = keep_states and seq.n_pending == 0 and self._donate(seq, slot)
         self.states.release(slot, free=not gift)
         if self.kv is not None and seq.kv is not None:
             self.kv.release(seq.kv, keep_prefix)
         self._free_slots.append(slot)
+
+    # ---- host memory for those who give way
+    def swap_seconds(self, seq_id: SeqId) -> float:
+        """Forecast of moving to host memory, and back, what only this sequence uses; infinite where it cannot."""
+        seq = self._open[seq_id]
+        return self.swap.seconds(seq.kv, self.states.pages(self._slots[seq_id])) if self._may_swap(seq) else math.inf
+
+    def n_lost_tokens(self, seq_id: SeqId) -> int:
+        """Committed tokens that would have to be run again if what only this sequence uses were gone."""
+        seq = self._open[seq_id]
+        shared = 0 if self.kv is None or seq.kv is None else self.kv.n_shared_tokens(seq.kv)
+        return max(0, seq.n_tokens - shared)
+
+    def _may_swap(self, seq: OpenSequence) -> bool:
+        return seq.n_tokens > 0 and seq.has_states and seq.saved is None and self.swap.limit_bytes > 0
+
+    def swap_out(self, seq_id: SeqId) -> bool:
+        """Release a sequence, with what it has written moved to host memory: the next `open` of the same id goes on
+        from there. False where there is no room, and nothing changed. No step may be writing to it."""
+        seq = self._open[seq_id]
+        pages = self.states.pages(self._slots[seq_id])
+        if not self._may_swap(seq) or not self.swap.save(seq_id, seq.kv, pages, seq.n_tokens):
+            return False
+        self._close(seq_id, keep_prefix=True, keep_states=False)
+        return True
+
+    def forget(self, seq_id: SeqId) -> None:
+        """A sequence will not be opened again: what was saved of it goes."""
+        self.swap.forget(seq_id)
+
+    def _open_saved(self, seq: OpenSequence, saved: SavedSequence, token_ids: Sequence[int] | np.ndarray) -> None:
+        """Start with the units that the prefix index still knows; the rest is loaded at the first extend."""
+        if seq.kv is not None:
+            seq.saved_ids = self.swap.begin(saved, seq.kv, np.asarray(token_ids, np.int32))
+        seq.saved, seq.n_tokens = saved, saved.n_tokens
+
+    def _load(self, seq_id: SeqId, seq: OpenSequence, saved: SavedSequence) -> None:
+        """Copy what was saved into the sequence's new pages; its finished units become findable again."""
+        self.swap.load(saved, seq.kv, self.states.pages(self._slots[seq_id]), seq.saved_ids)
+        seq.saved, seq.saved_ids = None, []
+        self.swap.forget(seq_id)
 
     # ---- snapshots of states
     def snapshot(self, seq_id: SeqId, make_pages: MakePages | None = None) -> bool:
@@ -249,7 +282,7 @@ class SequenceCache:
             seq.kv.hash, tail, seq.n_tokens, lambda: self.states.pages(slot) | self._tail_pages(seq), make_pages
         )
 
-    def _known_snapshot(self, seq: _Open) -> bool:
+    def _known_snapshot(self, seq: OpenSequence) -> bool:
         """True, and touched, where a snapshot of exactly this prefix exists."""
         assert seq.kv is not None
         tail = seq.kv.unit_tail
@@ -259,7 +292,7 @@ class SequenceCache:
         self.snapshots.touch(known)
         return True
 
-    def _tail_pages(self, seq: _Open, leave: bool = False) -> StatePages:
+    def _tail_pages(self, seq: OpenSequence, leave: bool = False) -> StatePages:
         """The KV pages after the last finished unit that hold tokens, all groups one after the other.
 
         leave: they leave the sequence.
@@ -275,7 +308,7 @@ class SequenceCache:
                 row[:] = -1
         return {"kv": np.concatenate(parts)}
 
-    def _donate(self, seq: _Open, slot: int) -> bool:
+    def _donate(self, seq: OpenSequence, slot: int) -> bool:
         """Turn a finished sequence's states into a snapshot without copying them. True = they are the snapshot's."""
         if not self._takes_snapshots or not seq.n_tokens or not seq.has_states:
             return False
@@ -288,7 +321,7 @@ class SequenceCache:
         self.snapshots.add(Snapshot(seq.kv.hash, tuple(seq.kv.unit_tail), seq.n_tokens, pages))
         return True
 
-    def _restore(self, seq: _Open, slot: int, snapshot: Snapshot) -> None:
+    def _restore(self, seq: OpenSequence, slot: int, snapshot: Snapshot) -> None:
         """Copy a snapshot's states and its KV pages after the last finished unit into the sequence's own pages."""
         assert self.kv is not None and seq.kv is not None
         self.kv.commit(seq.kv, list(snapshot.tail))
@@ -391,6 +424,7 @@ class SequenceCache:
 
     def audit(self) -> None:
         """Every state and KV page in use is held exactly once: by a sequence, a block or a snapshot."""
+        self.swap.audit()
         if len(set(self._slots.values()) | set(self._free_slots)) != len(self._open) + len(self._free_slots):
             raise AuditError("two sequences share a slot")
         self.snapshots.audit()

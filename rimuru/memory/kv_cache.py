@@ -45,6 +45,8 @@ class KvSequence:
     """Columns before this one have been given back."""
     blocks: list[list[Block | None]] = field(default_factory=list)
     """Per finished unit; None = the sequence's own pages, or given back."""
+    n_to_load: int = 0
+    """Tokens that come back from host memory with the next `extend`: columns that none after them sees get no page."""
 
 
 class KvCache:
@@ -94,7 +96,7 @@ class KvCache:
                 block = blocks[g]
                 seen[g].extend([False] * self.unit_columns[g] if block is None else (block.pages >= 0).tolist())
             n_tokens = (len(found) + 1) * self.n_unit
-            found.append((key, all(all(seen[g][self._first_visible(g, n_tokens) :]) for g in self._windowed)))
+            found.append((key, all(all(seen[g][self.first_visible(g, n_tokens) :]) for g in self._windowed)))
         return found
 
     def adopt(self, sequence: KvSequence, hashes: list[bytes]) -> None:
@@ -102,7 +104,7 @@ class KvCache:
         n_tokens = len(hashes) * self.n_unit
         for g, view in enumerate(self.view.groups):
             n = self.unit_columns[g]
-            first_unit = self._first_visible(g, n_tokens) // n
+            first_unit = self.first_visible(g, n_tokens) // n
             view.reserve(sequence.slot + 1, len(hashes) * n)
             sequence.blocks[g] = [None] * first_unit
             for unit in range(first_unit, len(hashes)):
@@ -117,7 +119,7 @@ class KvCache:
         sequence.n_tokens = sequence.n_room = n_tokens
         sequence.hash = hashes[-1] if hashes else self.root
 
-    def _first_visible(self, g: int, n_tokens: int) -> int:
+    def first_visible(self, g: int, n_tokens: int) -> int:
         """First column of group g that a token at position n_tokens or later sees."""
         group = self.layout.groups[g]
         return 0 if group.window is None else max(0, n_tokens - group.window + 1) // group.page_tokens
@@ -132,9 +134,14 @@ class KvCache:
     def _columns_needed(self, sequence: KvSequence, n_tokens: int) -> list[int]:
         total = sequence.n_tokens + n_tokens
         return [
-            max(0, ceil_div(total, page_tokens) - columns)
-            for page_tokens, columns in zip(self._page_tokens, sequence.n_columns, strict=True)
+            max(0, ceil_div(total, page_tokens) - self._next_column(sequence, g))
+            for g, page_tokens in enumerate(self._page_tokens)
         ]
+
+    def _next_column(self, sequence: KvSequence, g: int) -> int:
+        """The next column of group g that gets a page."""
+        hidden = self.first_visible(g, sequence.n_to_load) if sequence.n_to_load else 0
+        return max(sequence.n_columns[g], hidden)
 
     def peak_pages(self, n_tokens: int, n_step_tokens: int) -> int:
         """Most pages that a sequence of n_tokens holds at a time, written at most n_step_tokens at a time."""
@@ -152,10 +159,10 @@ class KvCache:
         at = 0
         for g, n_new in enumerate(self._columns_needed(sequence, n_tokens)):
             view = self.view.groups[g]
-            start = sequence.n_columns[g]
+            start = self._next_column(sequence, g)
             view.reserve(sequence.slot + 1, start + n_new)
             view.ids[sequence.slot, start : start + n_new] = pages[at : at + n_new]
-            sequence.n_columns[g] += n_new
+            sequence.n_columns[g] = start + n_new
             at += n_new
         sequence.n_room = min(n * columns for n, columns in zip(self._page_tokens, sequence.n_columns, strict=True))
         if at != pages.size:
@@ -198,7 +205,7 @@ class KvCache:
         gone: list[np.ndarray] = []
         for g in self._windowed:
             view, n = self.view.groups[g], self.unit_columns[g]
-            stop = self._first_visible(g, sequence.n_tokens)
+            stop = self.first_visible(g, sequence.n_tokens)
             column = sequence.first_column[g]
             while column < stop:
                 unit = column // n
@@ -218,6 +225,22 @@ class KvCache:
         if gone:
             pages = np.concatenate(gone)
             self.pool.free("kv", pages[pages >= 0])
+
+    def n_shared_tokens(self, sequence: KvSequence) -> int:
+        """Tokens at its start whose pages other open sequences use too."""
+        n_units = 0
+        for blocks in zip(*sequence.blocks, strict=True):
+            if not all(block is None or block.n_users > 1 for block in blocks):
+                break
+            n_units += any(block is not None for block in blocks)
+        return n_units * self.n_unit
+
+    def n_unshared_pages(self, sequence: KvSequence) -> int:
+        """Pages that leave with it."""
+        n_shared = sum(
+            block.live.size for blocks in sequence.blocks for block in blocks if block is not None and block.n_users > 1
+        )
+        return self.n_pages(sequence) - n_shared
 
     # ---- the end of a sequence, pressure
     def own_pages(self, sequence: KvSequence, g: int) -> np.ndarray:
@@ -295,7 +318,7 @@ class KvCache:
                 row = view.ids[sequence.slot]
                 if (row[: sequence.first_column[g]] >= 0).any() or (row[sequence.n_columns[g] :] >= 0).any():
                     raise AuditError(f"slot {sequence.slot}, group {g} names pages outside of its columns")
-                if (row[self._first_visible(g, sequence.n_tokens) : sequence.n_columns[g]] < 0).any():
+                if (row[self.first_visible(g, sequence.n_tokens) : sequence.n_columns[g]] < 0).any():
                     raise AuditError(f"slot {sequence.slot}, group {g} lacks a page that its next token sees")
                 held.append(self.own_pages(sequence, g))
         if users != self.index.users():
