@@ -114,6 +114,7 @@ def common_options() -> argparse.ArgumentParser:
     group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     group.add_argument("--memory", metavar="SIZE", help="everything on the device (CPU: in RAM), e.g. 8GiB")
     group.add_argument("--ram", metavar="SIZE", help="pinned host memory for experts (CUDA)")
+    group.add_argument("--swap", metavar="SIZE", help="host memory for requests that give way to others")
     group.add_argument("--threads", type=int, metavar="N")
     group.add_argument(
         "--ctx", type=int, metavar="N", help="context length in tokens; default: the file's, as far as it fits"
@@ -170,6 +171,10 @@ def _add_serve(commands: argparse._SubParsersAction, parents: list[argparse.Argu
     parser.add_argument("--max-waiting", type=int, default=512, metavar="N", help="answers that may wait at most")
     parser.add_argument("--max-body", default="32MiB", metavar="SIZE", help="largest request")
     parser.add_argument("--request-timeout", type=float, metavar="SECONDS", help="longest time for a request")
+    parser.add_argument("--queue-timeout", type=float, metavar="SECONDS", help="longest time in the queue")
+    parser.add_argument(
+        "--max-priority", type=int, default=0, metavar="N", help="highest priority that a request may ask for"
+    )
     parser.set_defaults(command="serve.serve")
 
 

@@ -19,12 +19,14 @@ class EngineConfig:
     """User intent. Sizes are bytes or strings such as `8GiB`; None = decide for me.
 
     `resident_experts`: a whole number of experts, or a fraction in [0, 1] of all of them; fixes the expert cache.
+    `swap`: host memory for requests that give way to others; on the CPU none unless given (it comes on top of memory).
     `max_step_tokens`: token budget of a step; `max_sequences`: how many requests run at once at most.
     """
 
     device: DeviceName = "auto"
     memory: int | str | None = None
     ram: int | str | None = None
+    swap: int | str | None = None
     threads: int | None = None
     context: int | None = None
     kv_type: KvType = "auto"
@@ -54,7 +56,7 @@ class EngineConfig:
                 raise BadInputError(
                     f"{name} must be one of {', '.join(get_args(choices))}; got {getattr(self, name)!r}"
                 )
-        for name in ("memory", "ram"):
+        for name in ("memory", "ram", "swap"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, parse_bytes(getattr(self, name)))
         for name in ("threads", "context", "max_step_tokens", "max_sequences"):

@@ -52,6 +52,7 @@ def config_keywords(args: argparse.Namespace) -> dict[str, Any]:
         "device": args.device,
         "memory": args.memory,
         "ram": args.ram,
+        "swap": args.swap,
         "threads": args.threads,
         "context": args.ctx,
         "kv_type": args.kv_type,

@@ -25,6 +25,8 @@ def serve(args: argparse.Namespace) -> int:
         max_waiting=args.max_waiting,
         max_body_bytes=parse_bytes(args.max_body),
         request_timeout_s=args.request_timeout,
+        queue_timeout_s=args.queue_timeout,
+        max_priority=args.max_priority,
     )
     more = {} if args.max_sequences is None else {"max_sequences": args.max_sequences}
     with open_llm(args, **more) as llm:

@@ -32,6 +32,7 @@ from rimuru.engine.resolve import (
     request_bytes,
     resolve,
     snapshot_ram_bytes,
+    swap_ram_bytes,
     wanted_pool_bytes,
 )
 from rimuru.engine.room import CompactingRoom, ElasticPolicy, ExpertRoom
@@ -96,6 +97,7 @@ class LoadedModel:
         report["total_bytes"] = self.dense_bytes + self.scratch_bytes + report["pool_bytes"]
         report["resident_experts"] = [] if self.store is None else self.store.residency.resident_per_layer()
         report["requests"] = self.engine.cache.requests()
+        report["swap"] = self.engine.cache.swap.stats()
         if self.store is not None:
             report["hit_rate"] = self.store.counters.hit_rate
             report["read_bytes"] = self.store.counters.read_bytes
@@ -240,9 +242,11 @@ class _Builder:
         scratch_bytes = self.workspace.n_bytes + model.logit_bytes + self._reserve_step(most_rows)
         context_length = self._size_pool(dense_bytes, scratch_bytes)
         self.snapshot_ram_bytes = snapshot_ram_bytes(self.config, resolved.device, layout)
+        self.swap_ram_bytes = swap_ram_bytes(self.config, resolved.device)
         cache = SequenceCache(
-            self.pool, layout, prefix_cache=self.config.prefix_cache, host_bytes=self.snapshot_ram_bytes
-        )
+            self.pool, layout, prefix_cache=self.config.prefix_cache, host_bytes=self.snapshot_ram_bytes,
+            swap_bytes=self.swap_ram_bytes,
+        )  # fmt: skip
         room = CompactingRoom(cache, self.pool, layout)
         if layout.expert is not None:
             elastic = ExpertRoom(cache, self.pool, layout, self.config.expert_offload_limit, self._elastic_policy())
@@ -366,7 +370,8 @@ class _Builder:
         if self.resolved.device == "cuda":
             return DeviceExpertStore(
                 layout, self.pool, view, self.source, self.ops, copier, biases, self.quotas, room.may_grow,
-                ram_bytes(self.config) - self.snapshot_ram_bytes, n_threads, self.config.residency,
+                max(0, ram_bytes(self.config) - self.snapshot_ram_bytes - self.swap_ram_bytes), n_threads,
+                self.config.residency,
             )  # fmt: skip
         return HostExpertStore(
             layout, self.pool, view, self.source, copier, biases, self.n_buffers, self.quotas,

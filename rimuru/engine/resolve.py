@@ -23,6 +23,9 @@ MIN_CONTEXT_TOKENS = 128
 """A pool that cannot hold a request of this many tokens is refused."""
 AUTO_RAM_SHARE = 0.8
 """Of the memory that is free at start, where --memory is not given."""
+SWAP_RAM_SHARE = 1 / 32
+MAX_SWAP_BYTES = 4 << 30
+"""Of --ram, and at most: for requests that give way to others."""
 SNAPSHOT_RAM_SHARE = 1 / 16
 
 
@@ -185,6 +188,13 @@ def snapshot_ram_bytes(config: EngineConfig, device: str, layout: PoolLayout) ->
     """Of `ram_bytes`: what states kept for reuse may take when they leave the pool. On the CPU the pool is RAM."""
     has_states = layout.ssm is not None or layout.conv is not None
     return int(ram_bytes(config) * SNAPSHOT_RAM_SHARE) if device != "cpu" and has_states and config.prefix_cache else 0
+
+
+def swap_ram_bytes(config: EngineConfig, device: str) -> int:
+    """Of `ram_bytes`: what requests that gave way may take. On the CPU none unless given: the pool is RAM itself."""
+    if config.swap is not None:
+        return int(config.swap)
+    return 0 if device == "cpu" else min(MAX_SWAP_BYTES, int(ram_bytes(config) * SWAP_RAM_SHARE))
 
 
 def pool_limit_bytes(memory_bytes: int, memory_is_given: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy as np
 
 from rimuru.base.units import human_bytes
 from rimuru.engine.build import LoadedModel
+from rimuru.engine.room import ExpertRoom
+from rimuru.memory.adjuster import DecisionLog, Record
 from rimuru.memory.page_pool import BUFFER_OWNER
 from rimuru.memory.specs import PageKind
 from rimuru.server.loop import EngineLoop
@@ -29,44 +32,62 @@ def memory_report(loaded: LoadedModel) -> dict[str, Any]:
 
 
 class ChangeLog:
-    """What the memory policy did lately, seen from outside: `observe` compares with what it saw before."""
+    """The adjuster's decisions as people read them, with the time, and what else changed the pool lately."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self.entries: deque[dict[str, Any]] = deque(maxlen=40)
         self._seen: dict[str, int] | None = None
+        self._n_decisions = 0
         self._next = 0.0
 
     def observe(self) -> None:
-        """Note changes since the last call; cheap, and at most every OBSERVE_S. In the engine's thread."""
+        """Note what is new since the last call; cheap, and at most every OBSERVE_S. In the engine's thread."""
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + OBSERVE_S
-        loaded = self.loaded
+        room = self.loaded.room
+        if isinstance(room, ExpertRoom):
+            self._take_decisions(room.decisions)
         current = {
-            "experts": 0 if loaded.store is None else loaded.store.residency.n_resident,
-            "huge": loaded.pool.allocator.n_huge,
-            "preempted": loaded.engine.scheduler.n_preemptions,
+            "huge": self.loaded.pool.allocator.n_huge,
+            "preempted": self.loaded.engine.scheduler.n_preemptions,
+            "moved": self.loaded.engine.cache.swap.n_saved,
         }
         before, self._seen = self._seen, current
         if before is not None:
             self._compare(before, current)
 
+    def _take_decisions(self, decisions: DecisionLog) -> None:
+        n_all = sum(decisions.counts.values())
+        new = decisions.records(n_all - self._n_decisions)
+        self._n_decisions = n_all
+        for (action, reason), group in itertools.groupby(new, key=lambda record: (record.action, record.reason)):
+            self.add(_decision_text(action, reason, list(group)))
+
     def _compare(self, before: dict[str, int], after: dict[str, int]) -> None:
-        gone = before["experts"] - after["experts"]
-        if gone > 0:
-            self.add(f"{gone} expert(s) gave their pages to requests; {after['experts']} stay resident")
-        elif gone < 0:
-            self.add(f"{-gone} expert(s) became resident; {after['experts']} now")
         if after["huge"] != before["huge"]:
             size = human_bytes(after["huge"] * self.loaded.layout.huge_bytes)
             self.add(f"the pool went from {before['huge']} to {after['huge']} huge pages ({size})")
-        if after["preempted"] > before["preempted"]:
-            self.add(f"{after['preempted'] - before['preempted']} answer(s) gave way to older ones")
+        n_preempted, n_moved = (after[name] - before[name] for name in ("preempted", "moved"))
+        if n_preempted > 0:
+            place = f"; {n_moved} wait in host memory" if n_moved else ""
+            self.add(f"{n_preempted} answer(s) gave way to others{place}")
 
     def add(self, text: str) -> None:
         self.entries.appendleft({"time": time.time(), "text": text})
+
+
+def _decision_text(action: str, reason: str, records: list[Record]) -> str:
+    """One line for decisions that were taken together."""
+    if action == "refuse":
+        return f"kept the experts: {reason}"
+    n, size = len(records), human_bytes(sum(record.bytes for record in records))
+    layers = sorted({record.layer for record in records})
+    of = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+    done = "gave up" if action == "shrink" else "brought in"
+    return f"{done} {n} expert(s) of {of} ({size}): {reason}"
 
 
 def snapshot(loop: EngineLoop, changes: ChangeLog, name: str) -> dict[str, Any]:

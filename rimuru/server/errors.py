@@ -15,6 +15,13 @@ class RequestTimeoutError(RimuruError):
     code = "request_timeout"
 
 
+class QueueTimeoutError(RimuruError):
+    """A request waited longer for its turn than the server allows."""
+
+    http_status = 503
+    code = "queue_timeout"
+
+
 class ShuttingDownError(RimuruError):
     """The server is ending and takes no new requests."""
 

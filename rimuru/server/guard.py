@@ -33,7 +33,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         started, status = time.monotonic(), 0
-        scope.setdefault("state", {})
+        state = scope.setdefault("state", {})
 
         async def watched_send(message: Message) -> None:
             nonlocal status
@@ -43,6 +43,7 @@ class Guard:
 
         try:
             headers = Headers(scope=scope)
+            state["client"] = self._client(scope, headers)
             refusal = self._refusal(scope["path"], scope["method"], headers)
             if refusal is not None:
                 await self._refuse(refusal, scope, receive, watched_send)
@@ -81,10 +82,19 @@ class Guard:
         name = urlsplit(f"//{host}").hostname or ""
         return not self.settings.is_local or bool(self._keys) or name in LOOPBACK
 
+    def _client(self, scope: Scope, headers: Headers) -> str:
+        """Who shares the engine fairly with others: a key where the server has several, else a network address."""
+        if len(self._keys) > 1:
+            return f"key {_given_key(headers)}"
+        return str((scope.get("client") or ("",))[0])
+
     def _has_key(self, headers: Headers) -> bool:
-        scheme, _, value = headers.get("authorization", "").partition(" ")
-        given = value.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        found = False
+        given, found = _given_key(headers), False
         for key in self._keys:  # every key is compared, so that the time tells nothing
             found |= hmac.compare_digest(given.encode("utf-8", "replace"), key)
         return found
+
+
+def _given_key(headers: Headers) -> str:
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    return value.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")

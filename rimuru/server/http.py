@@ -105,12 +105,16 @@ class Service:
         self, request: Request, body: schema.SamplingFields, prepared: Prepared, prefix: str, writer: Writer
     ) -> Response:
         """Run a job and reply as the body asks, streamed or whole."""
+        priority = body.priority or 0
+        if priority > self.settings.max_priority:
+            raise FieldError(f"priority may be at most {self.settings.max_priority} on this server", "priority")
         job = Job(
             request_id=f"{prefix}-{uuid.uuid4().hex}",
             prompts=prepared.prompts,
             params=prepared.params,
             mailbox=Mailbox(),
-            priority=body.priority or 0,
+            priority=priority,
+            client=request.state.client,
             timeout_s=_least(body.timeout, self.settings.request_timeout_s),
             make_constraint=prepared.make_constraint,
         )

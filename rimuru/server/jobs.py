@@ -72,12 +72,18 @@ class Job:
     params: SamplingParams
     mailbox: Mailbox
     priority: int = 0
+    client: str = ""
     timeout_s: float | None = None
     make_constraint: Callable[[], TokenConstraint] | None = None
     started: float = field(default_factory=time.monotonic)
     # Of the engine's thread from here on.
     answers: list[Answer] = field(default_factory=list)
     is_over: bool = False
+
+    @property
+    def has_begun(self) -> bool:
+        """True once any of its answers runs, or has run."""
+        return any(a.sequence.state != "waiting" or a.sequence.n_preemptions for a in self.answers)
 
     @property
     def n_answers(self) -> int:

@@ -23,7 +23,7 @@ from rimuru.base.errors import ContextLengthError, QueueFullError, RimuruError
 from rimuru.engine.build import LoadedModel
 from rimuru.engine.output import TextOutput
 from rimuru.request import Sequence
-from rimuru.server.errors import RequestTimeoutError, ShuttingDownError, StepFailedError
+from rimuru.server.errors import QueueTimeoutError, RequestTimeoutError, ShuttingDownError, StepFailedError
 from rimuru.server.jobs import Answer, AnswerPiece, Event, Job, JobFailed, LoopCounters, Mailbox
 
 log = logging.getLogger(__name__)
@@ -35,10 +35,11 @@ RATE_WINDOW_S = 5.0
 class EngineLoop:
     """Runs the engine of a loaded model in a thread of its own until `stop`."""
 
-    def __init__(self, loaded: LoadedModel, max_waiting: int = 512) -> None:
-        """max_waiting: answers that may wait for their turn before requests are refused with QueueFullError."""
+    def __init__(self, loaded: LoadedModel, max_waiting: int = 512, queue_timeout_s: float | None = None) -> None:
+        """max_waiting: answers that may wait for their turn before requests are refused with QueueFullError;
+        queue_timeout_s: how long they may, before they fail with QueueTimeoutError."""
         self.loaded, self.engine = loaded, loaded.engine
-        self.max_waiting = max_waiting
+        self.max_waiting, self.queue_timeout_s = max_waiting, queue_timeout_s
         self.counters = LoopCounters()
         self.is_draining = False
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -217,9 +218,17 @@ class EngineLoop:
             raise ShuttingDownError("the request was cancelled")
         if self.is_draining:
             raise ShuttingDownError("the server is shutting down; try again later")
-        n_waiting = len(self.engine.scheduler.waiting)
-        if n_waiting and n_waiting + job.n_answers > self.max_waiting:
-            raise QueueFullError(f"{n_waiting} answers are waiting already; try again later")
+        waiting = self.engine.scheduler.waiting
+        if len(waiting) and len(waiting) + job.n_answers > self.max_waiting and not self._has_share_left(job):
+            raise QueueFullError(f"{len(waiting)} answers are waiting already; try again later")
+
+    def _has_share_left(self, job: Job) -> bool:
+        """A full queue still takes in clients that have less in it than an equal share, up to twice its length: one
+        client's flood is no reason to refuse another."""
+        waiting = self.engine.scheduler.waiting
+        n_of_client = waiting.n_waiting_of(job.client) + job.n_answers
+        share = self.max_waiting // waiting.n_clients_with(job.client)
+        return n_of_client <= share and len(waiting) + job.n_answers <= 2 * self.max_waiting
 
     def _check_fits(self, prompt: list[int]) -> None:
         """Refuse before any page is taken what could never run."""
@@ -231,7 +240,7 @@ class EngineLoop:
 
     def _add_answer(self, job: Job, number: int, prompt: list[int], index: int) -> None:
         constraint = None if job.make_constraint is None else job.make_constraint()
-        sequence = self.engine.add(prompt, job.params, index, job.priority, constraint)
+        sequence = self.engine.add(prompt, job.params, index, job.priority, constraint, job.client)
         answer = Answer(job, number, TextOutput(sequence, self.loaded.tokenizer))
         job.answers.append(answer)
         self._answers[sequence.seq_id] = answer
@@ -267,13 +276,17 @@ class EngineLoop:
             log.exception("the pages of sequence %d could not be given back", sequence.seq_id)
             scheduler = self.engine.scheduler
             scheduler.running = [s for s in scheduler.running if s is not sequence]
-            scheduler.waiting = deque(s for s in scheduler.waiting if s is not sequence)
+            scheduler.waiting.remove(sequence)
             sequence.state = "finished"
 
     def _expire(self) -> None:
         now = time.monotonic()
         for job in [j for j in self._jobs if j.timeout_s is not None and now - j.started > j.timeout_s]:
             self._fail(job, RequestTimeoutError(f"the request did not end within {job.timeout_s:g} seconds"))
+        limit_s = self.queue_timeout_s
+        if limit_s is not None:
+            for job in [j for j in self._jobs if now - j.started > limit_s and not j.has_begun]:
+                self._fail(job, QueueTimeoutError(f"the request waited {limit_s:g} seconds for its turn; try later"))
 
     def _step_failed(self, error: Exception) -> None:
         """Fail the jobs of a step that raised: those it ran; while planning, those that run, else the next in line."""

@@ -81,6 +81,19 @@ def _memory_metrics(report: dict[str, Any]) -> Iterator[Metric]:
     yield GaugeMetricFamily("rimuru_pool_free_bytes", "Bytes of the pool that nobody uses", report["free_bytes"])
     yield GaugeMetricFamily("rimuru_memory_bytes", "Everything on the device", report["total_bytes"])
     yield GaugeMetricFamily("rimuru_resident_experts", "Experts in the pool", sum(report["resident_experts"]))
+    swap = report["swap"]
+    yield GaugeMetricFamily(
+        "rimuru_swapped_requests", "Answers that wait with their pages in host memory", swap["sequences"]
+    )
+    yield GaugeMetricFamily("rimuru_swap_bytes", "Host memory that these pages take", swap["used_bytes"])
+    yield CounterMetricFamily("rimuru_swap_moved_bytes", "Bytes moved out and back", swap["moved_bytes"])
+    if "decisions" in report:
+        decisions = CounterMetricFamily(
+            "rimuru_adjuster_decisions", "Experts given up, brought in, or kept from a request", labels=["action"]
+        )
+        for action, n in report["decisions"]["counts"].items():
+            decisions.add_metric([action], n)
+        yield decisions
     if "hit_rate" in report:
         yield GaugeMetricFamily("rimuru_expert_hit_rate", "Share of experts found resident", report["hit_rate"])
         yield CounterMetricFamily("rimuru_expert_read_bytes", "Bytes of experts brought in", report["read_bytes"])

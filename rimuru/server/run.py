@@ -66,7 +66,7 @@ class Server:
     def __init__(self, loaded: LoadedModel, settings: ServerSettings) -> None:
         """Binds the address. Raises BadInputError where that fails."""
         self.settings = settings
-        self.loop = EngineLoop(loaded, settings.max_waiting)
+        self.loop = EngineLoop(loaded, settings.max_waiting, settings.queue_timeout_s)
         self.app = create_app(self.loop, settings)
         self._socket = bind(settings.host, settings.port)
         config = uvicorn.Config(

@@ -14,7 +14,8 @@ class ServerSettings:
     """Limits and doors. Times in seconds; None = no limit.
 
     api_keys: any of them opens the API; none given, it is open. cors_origins: web pages of these origins may use it
-    ("*" = all). model_name: what /v1/models says (requests may name any model).
+    ("*" = all). model_name: what /v1/models says (requests may name any model). max_priority: the highest that a
+    request may ask for (lower ones always); clients, told apart by key or address, share the engine fairly.
     """
 
     host: str = "127.0.0.1"
@@ -26,6 +27,8 @@ class ServerSettings:
     max_body_bytes: int = 32 << 20
     body_timeout_s: float = 60.0
     request_timeout_s: float | None = None
+    queue_timeout_s: float | None = None
+    max_priority: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -34,8 +37,9 @@ class ServerSettings:
             raise BadInputError("an API key must be a text of ASCII characters that is not empty")
         if self.max_waiting < 0 or self.max_body_bytes < 1024:
             raise BadInputError("the queue may not be negative, and bodies of 1024 bytes must be allowed")
-        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
-            raise BadInputError(f"the request time-out must be above 0 seconds, got {self.request_timeout_s}")
+        for name, limit_s in (("request", self.request_timeout_s), ("queue", self.queue_timeout_s)):
+            if limit_s is not None and not limit_s > 0:
+                raise BadInputError(f"the {name} time-out must be above 0 seconds, got {limit_s}")
 
     @property
     def is_local(self) -> bool:
