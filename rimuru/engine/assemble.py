@@ -44,6 +44,7 @@ def assemble(items: list[PlannedTokens], pages: PageRows, layout: PoolLayout, al
     conv_pages = np.full((n_seqs, 0 if layout.conv is None else len(layout.conv.layers)), -1, np.int32)
     fresh = np.zeros(n_seqs, np.bool_)
     pages.fill_batch(seq_ids, kv_pages, ssm_pages, conv_pages, fresh)
+    fresh &= starts == 0  # a step in flight may have begun states that the cache has not been told of
     if all_logits:
         logit_rows = np.arange(n_tokens, dtype=np.int32)
     else:

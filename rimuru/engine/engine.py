@@ -189,7 +189,7 @@ class Engine:
             self.cache.commit(sequence.seq_id, sequence.tokens[begin : begin + item.n_tokens])
             sequence.n_in_flight -= item.n_tokens
             if sequence.n_cached in sequence.snapshot_at:
-                self.cache.snapshot(sequence.seq_id, self.scheduler.room.make_pages)
+                self.cache.snapshot(sequence.seq_id)
         for sequence, token_id in zip(flight.sampling, token_ids, strict=True):
             sequence.n_pending -= 1
             if sequence.is_finished:

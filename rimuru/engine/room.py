@@ -60,6 +60,7 @@ class CompactingRoom:
     def __init__(self, cache: SequenceCache, pool: PagePool, layout: PoolLayout) -> None:
         self.cache, self.pool, self.layout = cache, pool, layout
         self.store: ElasticStore | None = None
+        cache.make_pages = self.make_pages
 
     def make(self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False) -> bool:
         """See engine.scheduler.Room."""
@@ -92,8 +93,8 @@ class CompactingRoom:
                 if n_pages:
                     make_room(self.pool, kind, n_pages, self.flips())
 
-    def make_pages(self, needs: dict[PageKind, int]) -> bool:
-        """See engine.scheduler.Room."""
+    def make_pages(self, needs: dict[PageKind, int], is_worth_experts: bool) -> bool:
+        """For the cache: free so many ids of each kind, by moving pages and, where that is worth it, from experts."""
         self._gather(needs)
         return all(self.pool.allocator.can_allocate(kind, n) for kind, n in needs.items())
 
@@ -278,16 +279,16 @@ class ExpertRoom(CompactingRoom):
         gathered from free expert pages that lie apart."""
         return self._short_of(self.cache.pages_needed(seq_id, n_tokens))
 
-    def make_pages(self, needs: dict[PageKind, int]) -> bool:
-        """See engine.scheduler.Room. The coldest experts give way."""
+    def make_pages(self, needs: dict[PageKind, int], is_worth_experts: bool) -> bool:
+        """See CompactingRoom.make_pages."""
         needed = self._short_of(needs)
-        n_shrink, _ = paper_decision(needed, self.free_pages, self.pages_per_expert) if needed else (0, 0)
-        if n_shrink > self._most_shrinks():
-            return False
-        if n_shrink:
+        if needed:
+            n_shrink, _ = paper_decision(needed, self.free_pages, self.pages_per_expert)
+            if not is_worth_experts or n_shrink > self._most_shrinks():
+                return False
             self._is_short = True
-            self.shrink(n_shrink, f"states to keep need {needed} pages")
-        return super().make_pages(needs)
+            self.shrink(n_shrink, f"states, and prefixes kept for reuse, need {needed} pages")
+        return super().make_pages(needs, is_worth_experts)
 
     def _short_of(self, needs: dict[PageKind, int]) -> int:
         allocator = self.pool.allocator

@@ -20,7 +20,6 @@ from typing import Literal, Protocol
 
 from rimuru.base.errors import NotEnoughMemoryError
 from rimuru.engine.queue import WaitingQueue
-from rimuru.memory.specs import PageKind
 from rimuru.plan import PlannedTokens, StepPlan
 from rimuru.request import Sequence
 
@@ -59,9 +58,6 @@ class Room(Protocol):
         """Whether a waiting request of n_tokens (its likely answer included) should start beside n_running others,
         which will likely grow by n_promised_tokens together. It may be refused only while others run."""
 
-    def make_pages(self, needs: dict[PageKind, int]) -> bool:
-        """Free so many ids of each kind for something that is worth experts, between steps; may move pages."""
-
     def adjust(self, n_running: int, n_waiting: int, promised_tokens: Callable[[], int], reuse_rate: float) -> None:
         """Everything that this step needs has been asked for: use what is left. Once per step.
 
@@ -77,9 +73,6 @@ class NoRoom:
 
     def admits(self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int) -> bool:
         return True
-
-    def make_pages(self, needs: dict[PageKind, int]) -> bool:
-        return False
 
     def adjust(self, n_running: int, n_waiting: int, promised_tokens: Callable[[], int], reuse_rate: float) -> None:
         return None

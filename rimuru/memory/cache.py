@@ -25,6 +25,8 @@ from rimuru.memory.state_cache import ORDER, Snapshot, StateCache, StatePages, a
 from rimuru.memory.swap import PageSwap, SavedSequence
 
 SeqId = Hashable
+PREFIX_SHARE = 1 / 8
+"""Of the pool: unused prefixes of models with states are worth more than experts up to here."""
 
 
 class SequenceCache:
@@ -55,6 +57,8 @@ class SequenceCache:
         self.snapshots = SnapshotStore(pool, self.states, self._snapshot_bytes(), host_bytes)
         if self.kv is not None:
             self.kv.on_evict = self._forget_unit
+        self.make_pages: MakePages | None = None
+        """Set by who can move pages and knows what else the pool holds (engine/room.py)."""
 
     def _snapshot_bytes(self) -> int:
         """Bytes of the pages of the largest snapshot."""
@@ -154,11 +158,22 @@ class SequenceCache:
             snapshot = self.snapshots.find(before, tokens[done : done + n_unit].tolist(), most - done)
             if snapshot is not None:
                 self.kv.adopt(seq.kv, hashes[:n_units])
+                self._touch_first(tokens, hashes[:n_units])
                 self.snapshots.take(snapshot)
                 seq.restore = snapshot
                 seq.n_tokens = snapshot.n_tokens
                 return
         seq.n_tokens = seq.kv.n_tokens
+
+    def _touch_first(self, tokens: np.ndarray, hashes: list[bytes]) -> None:
+        """The shortest snapshot on the way was of use too: what many conversations begin with."""
+        assert self.kv is not None
+        for n_units, before in enumerate([self.kv.root, *hashes]):
+            tail = tokens[n_units * self.kv.n_unit : (n_units + 1) * self.kv.n_unit].tolist()
+            first = self.snapshots.find(before, tail, len(tail))
+            if first is not None:
+                self.snapshots.touch(first)
+                return
 
     def extend(self, seq_id: SeqId, n_tokens: int) -> bool:
         """Make room for n_tokens tokens after the committed ones, and at first for states. False = nothing changed.
@@ -265,11 +280,10 @@ class SequenceCache:
         self.swap.forget(seq_id)
 
     # ---- snapshots of states
-    def snapshot(self, seq_id: SeqId, make_pages: MakePages | None = None) -> bool:
+    def snapshot(self, seq_id: SeqId) -> bool:
         """Save the states at the committed token count for reuse. False where there is no room, or none to save.
 
-        Call between steps, at places where conversations branch. make_pages(needs): frees pages that others can do
-        without (experts).
+        Call between steps, at places where conversations branch.
         """
         seq, slot = self._open[seq_id], self._slots[seq_id]
         if not self._takes_snapshots or seq.n_pending or not seq.n_tokens or not seq.has_states:
@@ -279,7 +293,7 @@ class SequenceCache:
         assert seq.kv is not None
         tail = tuple(seq.kv.unit_tail)
         return self.snapshots.save(
-            seq.kv.hash, tail, seq.n_tokens, lambda: self.states.pages(slot) | self._tail_pages(seq), make_pages
+            seq.kv.hash, tail, seq.n_tokens, lambda: self.states.pages(slot) | self._tail_pages(seq), self.make_pages
         )
 
     def _known_snapshot(self, seq: OpenSequence) -> bool:
@@ -344,6 +358,12 @@ class SequenceCache:
         reclaimable = {kind: self.reclaimable_pages(kind) for kind in ORDER if allocator.has(kind)}
         free_bytes = self.pool.total_bytes - sum(allocator.bytes_in_use(kind) for kind in ("expert", *ORDER))
         gain_bytes = sum(n * allocator.unit_bytes(kind) for kind, n in reclaimable.items())
+        if self.make_pages is not None and self._lacks_states(needs):  # large pages: gather before giving up
+            is_worth_experts = 0 < gain_bytes <= PREFIX_SHARE * self.pool.total_bytes
+            if self.make_pages(needs, is_worth_experts):
+                pages = allocate_all(self.pool, needs, owner)
+                if pages is not None:
+                    return pages
         if sum(n * allocator.unit_bytes(kind) for kind, n in needs.items()) > free_bytes + gain_bytes:
             return None
         if needs.keys() == {"kv"} and not self.states and needs["kv"] > self.free_pages("kv") + reclaimable["kv"]:

@@ -18,7 +18,9 @@ from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import PageKind
 from rimuru.memory.state_cache import Snapshot, SnapshotIndex, StateCache, StatePages, allocate_all, free_all
 
-MakePages = Callable[[dict[PageKind, int]], bool]
+MakePages = Callable[[dict[PageKind, int], bool], bool]
+"""make_pages(needs, is_worth_experts): free so many ids of each kind by moving pages, and from experts if that is worth
+it. False where that leads nowhere."""
 SHARE = 1 / 16
 """Of the pool: what snapshots may take from experts. Beyond it the oldest snapshot gives way."""
 
@@ -112,7 +114,7 @@ class SnapshotStore(SnapshotIndex):
             if self.host.is_full:
                 self._forget_oldest_on_host()
             slot = self.host.save(pages)
-        if targets is None and slot is None and make_pages is not None and self._may_grow() and make_pages(needs):
+        if targets is None and slot is None and make_pages is not None and make_pages(needs, self._may_grow()):
             targets = allocate_all(self.pool, needs, -1)
             pages = sources()
         while targets is None and slot is None:
