@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# In CI the same examples are tried in every run: a change does not fail for what was there before. Elsewhere the search
+# goes on; what it finds becomes an @example. Deadlines measure the machine, not the code.
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("search", deadline=None)
+settings.load_profile("ci" if os.environ.get("CI") else "search")
 
 
 def pytest_configure(config: pytest.Config) -> None:

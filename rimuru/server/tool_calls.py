@@ -80,6 +80,7 @@ class ToolCallParser:
         self.n_calls = 0
         self._held = ""
         self._body: _Body | None = None
+        self._after_call = False
         self._any_content = False
 
     def push(self, text: str) -> list[Part]:
@@ -143,9 +144,10 @@ class ToolCallParser:
         return _JsonBody(self, CLOSE)
 
     def _give_content(self, text: str, parts: list[Part]) -> None:
-        if self.n_calls and not text.strip():
-            return  # line feeds between calls are no text
+        if self._after_call:
+            text = text.lstrip()  # line feeds between calls are no text, however the answer is cut
         if text:
+            self._after_call = False
             self._any_content = True
             parts.append(Content(text))
 
@@ -153,6 +155,7 @@ class ToolCallParser:
         """Number of the next call and its first part; no parts where only one call is wanted."""
         index = self.n_calls
         self.n_calls += 1
+        self._after_call = True
         if index and not self.parallel:
             return -1, []
         return index, [CallStart(index, "call_" + uuid.uuid4().hex[:24], name)]
