@@ -26,6 +26,7 @@ class CudaCopier:
         self._device_id, self._host_pointers = device_id, host_pointers
         with cupy.cuda.Device(device_id):
             self.stream = cupy.cuda.Stream(non_blocking=True)
+            self._order = cupy.cuda.Event(disable_timing=True)  # a wait looks at the last record, so one is enough
         self._sources: list[tuple[Any, np.ndarray]] = []  # (event after the copy, memory that it reads or writes)
         self._recent: list[np.ndarray] = []
         self._pinned: list[PinnedMemory] = []
@@ -83,7 +84,8 @@ class CudaCopier:
 
     def follow(self, stream: Any) -> None:
         """Copies queued from now on start after the work queued on `stream` so far (readers of what they overwrite)."""
-        self.stream.wait_event(stream.record())
+        self._order.record(stream)
+        self.stream.wait_event(self._order)
 
     def lead(self, stream: Any) -> None:
         """Work queued on `stream` from now on starts after the copies queued so far."""
