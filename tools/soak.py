@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Soak: a server on a small model under everything that clients do wrong, for as long as you like.
 
-    python tools/soak.py --minutes 30 --clients 64 [--arch qwen3moe] [--out FILE]
+    python tools/soak.py --minutes 30 --clients 64 [--arch qwen3moe] [--serve "OPTIONS"] [--out FILE]
 
 Clients send prompts of random lengths, streamed or not, leave at every stage, read slowly, send broken bodies, ask for
-too much; the pool is resized all the while. It fails if the server answers with an error that its client did not cause,
-if a greedy answer differs from its solo run, if a page or a request is left at the end, if a step failed, or if the
-server's memory has grown after the first quarter.
+too much; the pool is resized all the while. With `--serve "--memory 12MiB --policy paper --swap 8MiB"` answers give way
+to each other, by recompute or through host memory. It fails if the server answers with an error that its client did not
+cause, if a greedy answer differs from its solo run, if a page, host memory or a request is left at the end, if
+a step failed, or if the server's memory has grown after the first quarter.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ from tools.make_random_gguf import write_random_model
 
 N_PROMPTS = 40
 BROKEN = (b"", b"{", b"[]", b'{"prompt": 3.5}', b'{"prompt": "x", "n": -1}', b"\xff" * 50, b'{"prompt": ' + b"[" * 3000)
+REPORTED = {
+    "requests_total", "prompt_tokens_total", "cached_prompt_tokens_total", "output_tokens_total", "engine_steps_total",
+    "preemptions_total", "swap_moved_bytes_total", "adjuster_decisions_total", "expert_read_bytes_total",
+}  # fmt: skip
 GROWTH_LIMIT = 1.10
 """Resident memory at the end over that after a quarter of the time."""
 
@@ -44,10 +49,12 @@ class Soak:
         self.url, self.args = url, args
         self.sent: Counter[str] = Counter()
         self.faults: list[str] = []
+        self.counters: dict[str, float] = {}
+        """Of the server's /metrics, at the end."""
         rng = random.Random(args.seed)
         letters = "abcdefgh ijklmnop. "
         self.prompts = ["".join(rng.choices(letters, k=rng.randrange(1, 700))) for _ in range(N_PROMPTS)]
-        self.lengths = [rng.randrange(1, 60) for _ in range(N_PROMPTS)]
+        self.lengths = [rng.randrange(1, rng.choice([60, 60, 60, 400])) for _ in range(N_PROMPTS)]
         self.solo: list[str] = []
         self.end = 0.0
 
@@ -162,6 +169,9 @@ class Soak:
             self.sent[f"resize {reply.status_code}"] += 1
             if reply.status_code not in (200, 400, 503):
                 self._fault(f"resize: {reply.status_code} {reply.text[:200]}")
+            for path in ("/v1/dashboard", "/metrics", "/health"):
+                if (await client.get(path)).status_code != 200:
+                    self._fault(f"{path} failed")
         await client.post("/v1/memory/resize", json={"memory": total})
 
     async def _check_end(self, client: httpx.AsyncClient) -> None:
@@ -175,11 +185,13 @@ class Soak:
         if memory["requests"] or held:
             self._fault(f"at the end {len(memory['requests'])} requests and {held} KV pages are left")
         await self._whole(client, random.Random(0))
-        failed = re.search(
-            r"^rimuru_engine_failed_steps_total (\S+)", (await client.get("/metrics")).text, re.MULTILINE
-        )
-        if failed is None or float(failed.group(1)) > 0:
+        found = re.findall(r"^rimuru_(\w+)(?:\{\w+=\"(\w+)\"\})? (\S+)$", (await client.get("/metrics")).text, re.M)
+        values = {f"{name} {label}".strip(): float(value) for name, label, value in found}
+        self.counters = {key: value for key, value in values.items() if key.split()[0] in REPORTED}
+        if values["engine_failed_steps_total"] > 0:
             self._fault("steps of the engine failed; see the server's log")
+        if values["swap_bytes"] or values["swapped_requests"]:
+            self._fault(f"{values['swap_bytes']:.0f} bytes of host memory are left with answers that are over")
 
 
 def watch_memory(process: psutil.Process, seen: list[int]) -> None:
@@ -203,6 +215,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--arch", default="qwen3moe")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--serve", default="", metavar="OPTIONS", help="more options of `rimuru serve`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="write the figures as JSON to this file too")
     args = parser.parse_args()
@@ -211,7 +224,8 @@ def main() -> int:
         log = Path(folder) / "server.log"
         command = [sys.executable, "-m", "rimuru", "serve", str(model), "--port", "0", "--device", "cpu"]
         with log.open("w") as file:
-            server = subprocess.Popen([*command, "--threads", str(args.threads)], stderr=file, stdout=file)
+            command += ["--threads", str(args.threads), *args.serve.split()]
+            server = subprocess.Popen(command, stderr=file, stdout=file)
         try:
             while (ready := re.search(r"ready: (http://\S+)/v1", log.read_text())) is None:
                 if server.poll() is not None:
@@ -230,7 +244,8 @@ def main() -> int:
             run.faults.append(f"the server ended with {exit_code}, or logged a traceback")
             print(log.read_text()[-5000:], file=sys.stderr)
     figures = {
-        "minutes": args.minutes, "clients": args.clients, "arch": args.arch, "sent": dict(run.sent),
+        "minutes": args.minutes, "clients": args.clients, "arch": args.arch, "serve": args.serve,
+        "sent": dict(run.sent), "server": run.counters,
         "rss_mib": {"first": memory[0] >> 20, "quarter": quarter >> 20, "last": last >> 20, "most": max(memory) >> 20},
         "faults": run.faults,
     }  # fmt: skip
