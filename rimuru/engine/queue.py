@@ -2,8 +2,10 @@
 
 Start-time fair queueing: every sequence costs its client tokens (prompt, and the answer that is to be expected). It
 gets a start tag, the larger of the virtual time and the end of what its client has asked for before; the smallest tag
-goes first and becomes the virtual time. So a client that asks for much waits behind its own requests, and one that asks
-for little goes ahead of a flood. Higher priorities go before lower ones, whoever sent them.
+goes first. The virtual time follows the tags that are served, and moves on by the cost of what has ended, shared by the
+clients that want something: nobody is overtaken by newcomers for ever. So a client that asks for much waits behind its
+own requests, and one that asks for little goes ahead of a flood. Higher priorities go before lower ones, whoever sent
+them.
 """
 
 from __future__ import annotations
@@ -106,6 +108,7 @@ class WaitingQueue:
 
     def settle(self, sequence: Sequence, cost: float) -> None:
         """A sequence has ended, here or running: its client pays what it did cost, not what was expected."""
+        self._now += cost / self.n_clients_with(sequence.client)
         place, client = self._places.pop(sequence.seq_id, None), self._clients.get(sequence.client)
         if place is not None and client is not None:
             client.end += cost - place.cost
