@@ -7,7 +7,7 @@ from rimuru.arch.spec import LayerSpec, ModelConfig, SharedExpertSpec
 
 NAMES = ("bailingmoe2",)
 MODELS = {"bailingmoe2": "Ling 2, Ring 2"}
-RUNNABLE = {"bailingmoe2": ("cpu",)}
+RUNNABLE = {"bailingmoe2": ("cpu", "cuda")}
 
 
 def read_config(base: Base) -> ModelConfig:

@@ -10,7 +10,7 @@ from rimuru.arch.spec import LayerSpec, MlaSpec, ModelConfig, SharedExpertSpec
 
 NAMES = ("deepseek2",)
 MODELS = {"deepseek2": "DeepSeek-V2, V2-Lite, V3, R1, Kimi-K2, GLM-4.7-Flash"}
-RUNNABLE = {"deepseek2": ("cpu",)}
+RUNNABLE = {"deepseek2": ("cpu", "cuda")}
 
 
 def read_config(base: Base) -> ModelConfig:

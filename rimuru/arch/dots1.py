@@ -7,7 +7,7 @@ from rimuru.arch.spec import LayerSpec, ModelConfig, SharedExpertSpec
 
 NAMES = ("dots1",)
 MODELS = {"dots1": "dots.llm1"}
-RUNNABLE = {"dots1": ("cpu",)}
+RUNNABLE = {"dots1": ("cpu", "cuda")}
 
 
 def read_config(base: Base) -> ModelConfig:

@@ -7,7 +7,7 @@ from rimuru.arch.spec import LayerSpec, ModelConfig, SharedExpertSpec
 
 NAMES = ("ernie4_5-moe",)
 MODELS = {"ernie4_5-moe": "ERNIE 4.5 with experts"}
-RUNNABLE = {"ernie4_5-moe": ("cpu",)}
+RUNNABLE = {"ernie4_5-moe": ("cpu", "cuda")}
 
 
 def read_config(base: Base) -> ModelConfig:

@@ -10,7 +10,7 @@ from rimuru.arch.windows import windowed_layers
 
 NAMES = ("gemma3",)
 MODELS = {"gemma3": "Gemma 3 (text)"}
-RUNNABLE = {"gemma3": ("cpu",)}
+RUNNABLE = {"gemma3": ("cpu", "cuda")}
 N_LAYERS_27B = 62
 
 

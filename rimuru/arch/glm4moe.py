@@ -7,7 +7,7 @@ from rimuru.arch.spec import LayerSpec, ModelConfig, SharedExpertSpec
 
 NAMES = ("glm4moe",)
 MODELS = {"glm4moe": "GLM-4.5, 4.5-Air, 4.6, 4.7, 4.5V and 4.6V (text)"}
-RUNNABLE = {"glm4moe": ("cpu",)}
+RUNNABLE = {"glm4moe": ("cpu", "cuda")}
 
 
 def read_config(base: Base) -> ModelConfig:

@@ -8,7 +8,7 @@ from rimuru.arch.windows import windowed_layers
 
 NAMES = ("gpt-oss",)
 MODELS = {"gpt-oss": "gpt-oss-20b, gpt-oss-120b"}
-RUNNABLE = {"gpt-oss": ("cpu",)}
+RUNNABLE = {"gpt-oss": ("cpu", "cuda")}
 
 
 def read_config(base: Base) -> ModelConfig:

@@ -10,7 +10,7 @@ from rimuru.arch.spec import DenseFfnSpec, LayerSpec, ModelConfig, MoeSpec, Rope
 
 NAMES = ("granitemoe", "granitehybrid")
 MODELS = {"granitemoe": "Granite 3 with experts", "granitehybrid": "Granite 4.0 H"}
-RUNNABLE = {"granitemoe": ("cpu",), "granitehybrid": ("cpu",)}
+RUNNABLE = {"granitemoe": ("cpu", "cuda"), "granitehybrid": ("cpu", "cuda")}
 
 
 def read_config(base: Base) -> ModelConfig:

@@ -7,7 +7,7 @@ from rimuru.arch.spec import LayerSpec, ModelConfig, SharedExpertSpec
 
 NAMES = ("hunyuan-moe",)
 MODELS = {"hunyuan-moe": "Hunyuan-A13B"}
-RUNNABLE = {"hunyuan-moe": ("cpu",)}
+RUNNABLE = {"hunyuan-moe": ("cpu", "cuda")}
 
 
 def read_config(base: Base) -> ModelConfig:

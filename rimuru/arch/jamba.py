@@ -8,7 +8,7 @@ from rimuru.arch.spec import LayerSpec, ModelConfig
 
 NAMES = ("jamba",)
 MODELS = {"jamba": "Jamba"}
-RUNNABLE = {"jamba": ("cpu",)}
+RUNNABLE = {"jamba": ("cpu", "cuda")}
 
 
 def read_config(base: Base) -> ModelConfig:

@@ -7,7 +7,7 @@ from rimuru.arch.spec import DenseFfnSpec, LayerSpec, ModelConfig, MoeSpec, Shor
 
 NAMES = ("lfm2", "lfm2moe")
 MODELS = {"lfm2": "LFM2", "lfm2moe": "LFM2-8B-A1B, LFM2-24B-A2B"}
-RUNNABLE = {"lfm2": ("cpu",), "lfm2moe": ("cpu",)}
+RUNNABLE = {"lfm2": ("cpu", "cuda"), "lfm2moe": ("cpu", "cuda")}
 
 
 def read_config(base: Base) -> ModelConfig:

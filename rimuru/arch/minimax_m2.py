@@ -7,7 +7,7 @@ from rimuru.arch.spec import LayerSpec, ModelConfig
 
 NAMES = ("minimax-m2",)
 MODELS = {"minimax-m2": "MiniMax-M2"}
-RUNNABLE = {"minimax-m2": ("cpu",)}
+RUNNABLE = {"minimax-m2": ("cpu", "cuda")}
 
 
 def read_config(base: Base) -> ModelConfig:

@@ -8,7 +8,7 @@ from rimuru.arch.spec import DenseFfnSpec, LayerSpec, ModelConfig, MoeSpec, Shar
 
 NAMES = ("nemotron_h", "nemotron_h_moe")
 MODELS = {"nemotron_h": "Nemotron-H", "nemotron_h_moe": "Nemotron 3 Nano, Super"}
-RUNNABLE = {"nemotron_h": ("cpu",), "nemotron_h_moe": ("cpu",)}
+RUNNABLE = {"nemotron_h": ("cpu", "cuda"), "nemotron_h_moe": ("cpu", "cuda")}
 EPS_KEY = "attention.layer_norm_epsilon"
 
 

@@ -7,7 +7,7 @@ from rimuru.arch.spec import LayerSpec, ModelConfig
 
 NAMES = ("phi3",)
 MODELS = {"phi3": "Phi-3, Phi-4 (text)"}
-RUNNABLE = {"phi3": ("cpu",)}
+RUNNABLE = {"phi3": ("cpu", "cuda")}
 
 
 def read_config(base: Base) -> ModelConfig:

@@ -12,7 +12,7 @@ MODELS = {
     "qwen35": "Qwen3.5, Qwen3.6 (dense)",
     "qwen35moe": "Qwen3.5, Qwen3.6 with experts",
 }
-RUNNABLE = {"qwen3next": ("cpu",), "qwen35": ("cpu",), "qwen35moe": ("cpu",)}
+RUNNABLE = {"qwen3next": ("cpu", "cuda"), "qwen35": ("cpu", "cuda"), "qwen35moe": ("cpu", "cuda")}
 
 
 def read_config(base: Base) -> ModelConfig:

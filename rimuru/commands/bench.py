@@ -14,7 +14,7 @@ from rimuru.commands.common import note, open_llm, print_json
 from rimuru.llm import LLM
 from rimuru.request import SamplingParams, Sequence
 
-PROMPT_TOKENS = 16
+PROMPT_TOKENS = 64
 """Prompt of each stream in the decode measurements."""
 
 
