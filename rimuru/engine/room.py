@@ -23,6 +23,7 @@ from rimuru.memory.cache import SequenceCache
 from rimuru.memory.compaction import make_room
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import PageKind, PoolLayout
+from rimuru.memory.state_cache import allocate_all, free_all
 from rimuru.memory.views import ExpertView
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,10 @@ class CompactingRoom:
     def make_pages(self, needs: dict[PageKind, int], is_worth_experts: bool) -> bool:
         """For the cache: free so many ids of each kind, by moving pages and, where that is worth it, from experts."""
         self._gather(needs)
-        return all(self.pool.allocator.can_allocate(kind, n) for kind, n in needs.items())
+        pages = allocate_all(self.pool, needs, -1)
+        if pages is not None:
+            free_all(self.pool, pages)
+        return pages is not None
 
     def _parents_wanted(self, needs: dict[PageKind, int]) -> dict[PageKind, int]:
         """Expert and SSM pages that these needs take together, beyond the room in those that are split already."""
@@ -153,6 +157,7 @@ class ExpertRoom(CompactingRoom):
         self._surprise = 1.5
         """Bytes that were read for absent experts, against those that their probabilities foretell."""
         self._n_steps = 0
+        self._reuse_rate = 1.0
         self._refused = -1
         """The request refused last."""
         self._pages_per_token = 0.0
@@ -282,12 +287,15 @@ class ExpertRoom(CompactingRoom):
     def make_pages(self, needs: dict[PageKind, int], is_worth_experts: bool) -> bool:
         """See CompactingRoom.make_pages."""
         needed = self._short_of(needs)
-        if needed:
-            n_shrink, _ = paper_decision(needed, self.free_pages, self.pages_per_expert)
-            if not is_worth_experts or n_shrink > self._most_shrinks():
+        for _ in range(3):  # gathering may split a further page
+            if not needed and super().make_pages(needs, is_worth_experts):
+                return True
+            n_shrink, _ = paper_decision(max(needed, 1), self.free_pages, self.pages_per_expert)
+            if not is_worth_experts or self._reuse_rate < REUSE_WORTH or n_shrink > self._most_shrinks():
                 return False
             self._is_short = True
             self.shrink(n_shrink, f"states, and prefixes kept for reuse, need {needed} pages")
+            needed = self._short_of(needs)
         return super().make_pages(needs, is_worth_experts)
 
     def _short_of(self, needs: dict[PageKind, int]) -> int:
@@ -326,6 +334,7 @@ class ExpertRoom(CompactingRoom):
         """See engine.scheduler.Room. Nobody lacks pages: keep a small reserve, give the rest to experts."""
         assert self.store is not None
         is_short, self._is_short = self._is_short, False
+        self._reuse_rate = reuse_rate
         if self.policy == "cost" and self._n_steps % TARGET_STEPS == 0:
             self._set_target(n_running, n_waiting, promised_tokens())
         self._n_steps += 1

@@ -47,8 +47,8 @@ class SequenceCache:
         self.pool = pool
         self.states = StateCache(pool, layout)
         copies = pool.copier is not None and layout.kv is not None
-        self._takes_snapshots = bool(self.states) and prefix_cache and snapshots and copies
-        self._prefix_cache = prefix_cache and (not self.states or self._takes_snapshots)
+        self.takes_snapshots = bool(self.states) and prefix_cache and snapshots and copies
+        self._prefix_cache = prefix_cache and (not self.states or self.takes_snapshots)
         self.kv = None if layout.kv is None else KvCache(pool, layout.kv, self._prefix_cache, salt)
         self._open: dict[SeqId, OpenSequence] = {}
         self._slots: dict[SeqId, int] = {}
@@ -66,11 +66,6 @@ class SequenceCache:
         if self.kv is not None:
             needs["kv"] = sum(self.kv.unit_columns)
         return sum(n * self.pool.allocator.unit_bytes(kind) for kind, n in needs.items())
-
-    @property
-    def takes_snapshots(self) -> bool:
-        """States can be saved for reuse (and there are states)."""
-        return self._takes_snapshots
 
     # ---- questions
     def __len__(self) -> int:
@@ -158,22 +153,12 @@ class SequenceCache:
             snapshot = self.snapshots.find(before, tokens[done : done + n_unit].tolist(), most - done)
             if snapshot is not None:
                 self.kv.adopt(seq.kv, hashes[:n_units])
-                self._touch_first(tokens, hashes[:n_units])
+                self.snapshots.touch_first([self.kv.root, *hashes[:n_units]], tokens, n_unit)
                 self.snapshots.take(snapshot)
                 seq.restore = snapshot
                 seq.n_tokens = snapshot.n_tokens
                 return
         seq.n_tokens = seq.kv.n_tokens
-
-    def _touch_first(self, tokens: np.ndarray, hashes: list[bytes]) -> None:
-        """The shortest snapshot on the way was of use too: what many conversations begin with."""
-        assert self.kv is not None
-        for n_units, before in enumerate([self.kv.root, *hashes]):
-            tail = tokens[n_units * self.kv.n_unit : (n_units + 1) * self.kv.n_unit].tolist()
-            first = self.snapshots.find(before, tail, len(tail))
-            if first is not None:
-                self.snapshots.touch(first)
-                return
 
     def extend(self, seq_id: SeqId, n_tokens: int) -> bool:
         """Make room for n_tokens tokens after the committed ones, and at first for states. False = nothing changed.
@@ -286,7 +271,7 @@ class SequenceCache:
         Call between steps, at places where conversations branch.
         """
         seq, slot = self._open[seq_id], self._slots[seq_id]
-        if not self._takes_snapshots or seq.n_pending or not seq.n_tokens or not seq.has_states:
+        if not self.takes_snapshots or seq.n_pending or not seq.n_tokens or not seq.has_states:
             return False
         if self._known_snapshot(seq):
             return True
@@ -324,7 +309,7 @@ class SequenceCache:
 
     def _donate(self, seq: OpenSequence, slot: int) -> bool:
         """Turn a finished sequence's states into a snapshot without copying them. True = they are the snapshot's."""
-        if not self._takes_snapshots or not seq.n_tokens or not seq.has_states:
+        if not self.takes_snapshots or not seq.n_tokens or not seq.has_states:
             return False
         if self._known_snapshot(seq):
             return False
@@ -352,18 +337,18 @@ class SequenceCache:
     def _reserve(self, needs: dict[PageKind, int], owner: int) -> StatePages | None:
         """All of the pages, giving up unused prefixes where needed; None, and no prefix lost, where hopeless."""
         pages = allocate_all(self.pool, needs, owner)
+        while pages is None and self._lacks_states(needs) and self.snapshots.retire():
+            pages = allocate_all(self.pool, needs, owner)
         if pages is not None:
             return pages
         allocator = self.pool.allocator
         reclaimable = {kind: self.reclaimable_pages(kind) for kind in ORDER if allocator.has(kind)}
         free_bytes = self.pool.total_bytes - sum(allocator.bytes_in_use(kind) for kind in ("expert", *ORDER))
         gain_bytes = sum(n * allocator.unit_bytes(kind) for kind, n in reclaimable.items())
-        if self.make_pages is not None and self._lacks_states(needs):  # large pages: gather before giving up
+        if self.make_pages is not None and self.states:  # their pages are large, and long prefixes hang on them
             is_worth_experts = 0 < gain_bytes <= PREFIX_SHARE * self.pool.total_bytes
             if self.make_pages(needs, is_worth_experts):
-                pages = allocate_all(self.pool, needs, owner)
-                if pages is not None:
-                    return pages
+                return allocate_all(self.pool, needs, owner)
         if sum(n * allocator.unit_bytes(kind) for kind, n in needs.items()) > free_bytes + gain_bytes:
             return None
         if needs.keys() == {"kv"} and not self.states and needs["kv"] > self.free_pages("kv") + reclaimable["kv"]:

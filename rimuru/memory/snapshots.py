@@ -148,6 +148,10 @@ class SnapshotStore(SnapshotIndex):
             snapshot.pages = {}
         return n_freed
 
+    def retire(self) -> int:
+        """`evict`, only where host memory has room and nothing is lost by it."""
+        return 0 if self.host.is_full else self.evict()
+
     def _forget_oldest_on_host(self) -> None:
         oldest = self.oldest(lambda s: s.host_slot is not None)
         if oldest is not None:

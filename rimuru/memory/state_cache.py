@@ -151,6 +151,16 @@ class SnapshotIndex:
         """It was of use now."""
         self._order.move_to_end(id(snapshot))
 
+    def touch_first(self, hashes: list[bytes], tokens: np.ndarray, n_unit: int) -> None:
+        """The shortest snapshot on the way was of use too: what many conversations begin with. hashes: of the prefixes
+        of 0, 1, .. units."""
+        for n_units, unit_hash in enumerate(hashes):
+            tail = tokens[n_units * n_unit : (n_units + 1) * n_unit].tolist()
+            first = self.find(unit_hash, tail, len(tail))
+            if first is not None:
+                self.touch(first)
+                return
+
     def take(self, snapshot: Snapshot) -> None:
         """A sequence will copy from it."""
         snapshot.n_users += 1
