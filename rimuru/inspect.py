@@ -56,6 +56,7 @@ def inspect_model(
             "pool": pool_bytes,
         },
         "dense_bytes": dense_bytes,
+        "bytes_per_token": token_bytes(config, gguf.tensors, dense_bytes),
         "tensor_types": types,
         "layout": {
             "page_bytes": {"huge": layout.huge_bytes} | {kind: layout.page_bytes(kind) for kind in PAGE_KINDS},
@@ -73,6 +74,19 @@ def dense_weight_bytes(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -
     """Bytes of all weights that stay resident: everything but routed experts and what logits do not depend on."""
     experts = {part.tensor for parts in expert_tensors(config).values() for part in parts}
     return sum(tensors[name].n_bytes for name in model_tensors(config) if name not in experts)
+
+
+def token_bytes(config: ModelConfig, tensors: Mapping[str, TensorInfo], dense_bytes: int) -> dict[str, int]:
+    """Bytes of weights that a step with one token reads: `dense` (of a separate embedding table one row, which is left
+    out) and `experts` (the chosen ones, shared ones are dense)."""
+    embedding = tensors["token_embd.weight"].n_bytes if "output.weight" in tensors else 0
+    chosen = 0
+    parts = expert_tensors(config)
+    for layer in config.moe_layers:
+        if isinstance(layer.ffn, MoeSpec):
+            n_bytes = sum(tensors[name].n_bytes for name in {part.tensor for part in parts[layer.index]})
+            chosen += n_bytes * layer.ffn.top_k // layer.ffn.n_experts
+    return {"dense": dense_bytes - embedding, "experts": chosen}
 
 
 def estimate_scratch_bytes(config: ModelConfig, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> int:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from rimuru.base.errors import BadInputError
 from rimuru.base.units import human_bytes
+from rimuru.commands.forecast import after_loading
 from rimuru.config import EngineConfig
 from rimuru.llm import LLM
 
@@ -89,6 +90,7 @@ def open_llm(args: argparse.Namespace, check: Callable[[LLM], object] | None = N
         raise
     if not args.quiet:
         note(summary(llm))
+        note(after_loading(llm))
     return llm
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from types import FrameType
 
 from rimuru.base.errors import BadInputError, RimuruError
 from rimuru.base.units import human_bytes
@@ -172,18 +175,37 @@ class Chat:
         if report["resident_experts"]:
             note(f"experts  {sum(report['resident_experts'])} resident, hit rate {report['hit_rate']:.2f}")
 
+    @contextlib.contextmanager
+    def _stoppable(self) -> Iterator[threading.Event]:
+        """Ctrl-C ends the answer before the engine's next step, never in the middle of one; sets the event."""
+        engine, was_stopped = self.llm.loaded.engine, threading.Event()
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            was_stopped.set()
+            for sequence in [*engine.scheduler.running, *engine.scheduler.waiting]:
+                engine.abort(sequence)
+
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            yield was_stopped
+        finally:
+            signal.signal(signal.SIGINT, before)
+
     def _answer(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
         answer, self.rates = "", Rates()
         stream = self.llm.stream_chat(self.messages, self.params)
         try:
-            for piece in stream:
-                self.rates.add(piece)
-                answer += piece.text
-                sys.stdout.write(piece.text)
-                sys.stdout.flush()
-        except KeyboardInterrupt:
-            note(" [stopped]")
+            with self._stoppable() as was_stopped:
+                for piece in stream:
+                    self.rates.add(piece)
+                    answer += piece.text
+                    sys.stdout.write(piece.text)
+                    sys.stdout.flush()
+                    if was_stopped.is_set():
+                        break
+            if was_stopped.is_set():
+                note(" [stopped]")
         except RimuruError as error:
             note(str(error))
             self.messages.pop()

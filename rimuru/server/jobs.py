@@ -118,3 +118,12 @@ class LoopCounters:
     n_steps: int = 0
     n_failed_steps: int = 0
     step_s: float = 0.0
+
+    def line(self) -> str:
+        """What was served, and how fast while there was work."""
+        rate = self.n_output_tokens / self.step_s if self.step_s else 0.0
+        return (
+            f"served {self.n_jobs_done} requests ({self.n_jobs_failed} failed, {self.n_jobs_cancelled} cancelled, "
+            f"{self.n_jobs_refused} refused): {self.n_prompt_tokens} prompt tokens, {self.n_cached_tokens} of them "
+            f"found again, {self.n_output_tokens} tokens of answers, {rate:.1f} per second of work"
+        )

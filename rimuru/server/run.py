@@ -93,6 +93,7 @@ class Server:
         finally:
             self.loop.stop()
             self._socket.close()
+            log.info("%s", self.loop.counters.line())
 
     def stop(self, at_once: bool = False) -> None:
         """What a signal does; from any thread."""

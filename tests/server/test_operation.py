@@ -99,6 +99,7 @@ def test_first_signal_drains(script_file: Path, tmp_path: Path) -> None:
     lines = [line for line in log.splitlines() if "POST /v1/completions 200" in line]
     assert len(lines) == 2 and "prompt=27" in lines[0] and "output=3" in lines[0] and "finish=length" in lines[0]
     assert SECRET not in log and "efg" not in log and "Traceback" not in log
+    assert re.search(r"served 2 requests .* 403 tokens of answers, \d+\.\d per second", log)
 
 
 def test_second_signal_stops(script_file: Path, tmp_path: Path) -> None:
