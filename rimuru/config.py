@@ -13,6 +13,8 @@ KvType = Literal["auto", "f16", "bf16", "f32"]
 PolicyName = Literal["auto", "static", "fixed", "paper", "cost"]
 ResidencyName = Literal["auto", "hotset", "recency"]
 
+MAX_SEQUENCES = 4096
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -63,6 +65,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise BadInputError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.max_sequences is not None and self.max_sequences > MAX_SEQUENCES:
+            raise BadInputError(f"max_sequences must be at most {MAX_SEQUENCES}, got {self.max_sequences}")
         if self.resident_experts is not None:
             object.__setattr__(self, "resident_experts", parse_share(self.resident_experts))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):

@@ -29,6 +29,9 @@ from rimuru.request import SamplingParams, Sequence, TokenConstraint
 
 log = logging.getLogger(__name__)
 
+WARM_UP_TOKENS = 40
+"""Enough for the matrix kernels that only prompts use."""
+
 AUDIT_PAUSE = 100
 """After an audit of an idle engine, the next one waits this many times as long as it took."""
 
@@ -242,9 +245,12 @@ class Engine:
             self._report.ended.append(sequence)
 
     def warm_up(self) -> None:
-        """Run three tokens through the model and sample, so that kernels are compiled before the first request."""
-        for logits in self.score([0] * min(3, self.context_length), chunk=2):
-            last = logits[-1:]
+        """Run a short prompt, two tokens and one token through the model and sample, so that the kernels of each kind of
+        step are compiled before the first request."""
+        n_tokens = min(WARM_UP_TOKENS, self.context_length, self.scheduler.max_step_tokens)
+        for n, chunk in ((n_tokens, n_tokens), (min(3, n_tokens), 2)):
+            for logits in self.score([i % self.n_vocab for i in range(n)], chunk):
+                last = logits[-1:]
         probe = Sequence(-1, [0], 1, SamplingParams(), np.random.default_rng(0), frozenset(), 0)
         self.sampler.sample(self.runner.ops.upload(last), [probe])
 
