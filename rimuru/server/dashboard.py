@@ -72,11 +72,18 @@ class ChangeLog:
             self.add(f"the pool went from {before['huge']} to {after['huge']} huge pages ({size})")
         n_preempted, n_moved = (after[name] - before[name] for name in ("preempted", "moved"))
         if n_preempted > 0:
-            place = f"; {n_moved} wait in host memory" if n_moved else ""
-            self.add(f"{n_preempted} answer(s) gave way to others{place}")
+            self._gave_way(n_preempted, n_moved)
 
-    def add(self, text: str) -> None:
-        self.entries.appendleft({"time": time.time(), "text": text})
+    def _gave_way(self, n_preempted: int, n_moved: int) -> None:
+        """One entry for all that happens without anything else in between."""
+        if self.entries and "gave_way" in self.entries[0]:
+            before = self.entries.popleft()["gave_way"]
+            n_preempted, n_moved = n_preempted + before[0], n_moved + before[1]
+        place = f", {n_moved} of them into host memory" if n_moved else ""
+        self.add(f"{n_preempted} answer(s) gave way to others{place}", gave_way=(n_preempted, n_moved))
+
+    def add(self, text: str, **more: Any) -> None:
+        self.entries.appendleft({"time": time.time(), "text": text, **more})
 
 
 def _decision_text(action: str, reason: str, records: list[Record]) -> str:

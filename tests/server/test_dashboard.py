@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from server_fixtures import Running
 
-from rimuru.server.dashboard import STATIC
+from rimuru.engine.room import ExpertRoom
+from rimuru.memory.adjuster import DecisionLog, Record
+from rimuru.server.dashboard import STATIC, ChangeLog
 
 
 def test_the_picture_agrees_with_the_report(script: Any) -> None:
@@ -51,6 +53,38 @@ def test_every_control_has_a_name(script: Any) -> None:
     wrapped = set(re.findall(r'<label class="inline">[^<]*<input id="([^"]+)"', page))
     assert ids == wrapped | set(re.findall(r'<label for="([^"]+)"', page)) and len(ids) == 4
     assert 'lang="en"' in page and 'name="viewport"' in page
+
+
+def test_decisions_are_the_adjusters_own(script: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those taken together are one line, the newest first, each once; what gave way meanwhile is counted together."""
+    loaded = script.llm.loaded
+    assert isinstance(loaded.room, ExpertRoom)
+    monkeypatch.setattr(loaded.room, "decisions", DecisionLog())
+    monkeypatch.setattr("rimuru.server.dashboard.OBSERVE_S", 0.0)
+    changes, decisions = ChangeLog(loaded), loaded.room.decisions
+    changes.observe()
+    for layer, expert in ((0, 1), (0, 5), (1, 2)):
+        decisions.add(Record(7, "shrink", "request 4 needs 9 pages", layer, expert, 3, 1 << 20))
+    decisions.add(Record(8, "expand", "30 pages are free", 1, 2, 3, 1 << 20))
+    decisions.add(Record(9, "refuse", "request 5 would need 90 pages, worth giving are 12", -1, -1, 0, 0))
+    for n in (1, 2):
+        changes.observe()
+        monkeypatch.setattr(loaded.engine.scheduler, "n_preemptions", loaded.engine.scheduler.n_preemptions + n)
+    changes.observe()
+    assert [entry["text"] for entry in changes.entries] == [
+        "3 answer(s) gave way to others",
+        "kept the experts: request 5 would need 90 pages, worth giving are 12",
+        "brought in 1 expert(s) of layer 1 (1.0 MiB): 30 pages are free",
+        "gave up 3 expert(s) of layers 0 to 1 (3.0 MiB): request 4 needs 9 pages",
+    ]
+
+
+def test_metrics_count_decisions_and_swapping(script: Running) -> None:
+    text = script.http.get("/metrics").text
+    for action in ("shrink", "expand", "refuse"):
+        assert f'rimuru_adjuster_decisions_total{{action="{action}"}}' in text
+    assert script.metric("rimuru_swap_bytes") == script.metric("rimuru_swapped_requests") == 0
+    assert script.http.get("/v1/memory").json()["decisions"]["counts"].keys() == {"shrink", "expand", "refuse"}
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,7 @@ function color(owner, layers) {
     case "e": return `hsl(${200 + 70 * (number / Math.max(1, layers - 1))} 60% ${number % 2 ? 52 : 60}%)`;
     case "r": return `hsl(${(20 + number * 47) % 130} 80% 48%)`;
     case "b": return "#8a8f9f";
-    case "p": return "#b9862d";
+    case "p": return "#a85fc9";
     case "s": return "#2a9d6f";
     default: return "#c0508f";
   }
