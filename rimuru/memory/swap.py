@@ -263,7 +263,7 @@ class PageSwap:
                 del self._units[key]
 
     def _copy(self, parts: list[tuple[PageKind, np.ndarray, np.ndarray]], out: bool) -> None:
-        """Between pages and slots, one way; times the link."""
+        """Between pages and slots, one way, and wait; times the link."""
         copier = self.pool.copier
         assert copier is not None
         started, n_bytes = time.perf_counter(), 0
@@ -275,7 +275,7 @@ class PageSwap:
         copier.wait()
         self.moved_bytes += n_bytes
         rate = n_bytes / max(time.perf_counter() - started, 1e-6)
-        if n_bytes:
+        if n_bytes and out:  # on the way in it may wait for a step
             self.bytes_per_s += _SMOOTHING * (rate - self.bytes_per_s)
 
     # ---- reports

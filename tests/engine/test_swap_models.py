@@ -19,10 +19,21 @@ ARCHS = ("qwen3moe", "granitehybrid", "gpt-oss")
 N_REQUESTS = 6
 
 
-@pytest.fixture(scope="module", params=ARCHS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        *((arch, {"device": "cpu", "threads": 2}) for arch in ARCHS),
+        *(
+            pytest.param((arch, {"device": "cuda", "memory": "1GiB", "deterministic": True}), marks=pytest.mark.gpu)
+            for arch in ARCHS
+        ),
+    ],
+    ids=lambda param: f"{param[0]} {param[1]['device']}",
+)
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    path = write_random_model(tmp_path_factory.mktemp("swap") / "model.gguf", request.param)
-    with LLM(path, device="cpu", threads=2, swap="8MiB", policy="paper", max_step_tokens=48, context=256) as model:
+    arch, options = request.param
+    path = write_random_model(tmp_path_factory.mktemp("swap") / "model.gguf", arch)
+    with LLM(path, swap="8MiB", policy="paper", max_step_tokens=48, max_sequences=8, context=256, **options) as model:
         yield model
 
 
