@@ -245,8 +245,8 @@ class Engine:
             self._report.ended.append(sequence)
 
     def warm_up(self) -> None:
-        """Run a short prompt, two tokens and one token through the model and sample: the kernels of each kind of step are
-        compiled before the first request."""
+        """Run a short prompt, two tokens and one token through the model and sample: the kernels of each kind of
+        step are compiled before the first request."""
         n_tokens = min(WARM_UP_TOKENS, self.context_length, self.scheduler.max_step_tokens)
         for n, chunk in ((n_tokens, n_tokens), (min(3, n_tokens), 2)):
             for logits in self.score([i % self.n_vocab for i in range(n)], chunk):
