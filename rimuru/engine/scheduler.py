@@ -147,7 +147,7 @@ class Scheduler:
             plan = StepPlan()
             budget = self._continue_running(plan)
         if not plan.preempted:
-            self._admit(plan, budget)
+            self._use_up(plan, self._admit(plan, budget))
         self.room.adjust(len(self.running), len(self.waiting), self._promised_tokens, self.reuse_rate)
         self.prefill.lap(plan)
         return plan
@@ -155,21 +155,41 @@ class Scheduler:
     def _continue_running(self, plan: StepPlan) -> int:
         """Plan the running sequences in order of admission; returns the budget that is left.
 
-        A place in the budget is kept for every decoding sequence before prompts get the rest. Going in order means
-        that whoever has to give way has not been planned yet.
+        A place in the budget is kept for every decoding sequence before prompts get the rest, of which clients get
+        equal shares. Going in order means that whoever has to give way has not been planned yet.
         """
         decoding = sum(1 for s in self.running if s.n_uncached == 1 and not s.will_end)
         prompt_budget = max(0, self.max_step_tokens - decoding)
+        shares = self._prompt_shares(prompt_budget)
         used = 0
         for sequence in list(self.running):
             if sequence.state != "running" or sequence.will_end:  # gave way to an older one, or has its last token
                 continue
-            n_tokens = 1 if sequence.n_uncached == 1 else min(sequence.n_runnable, prompt_budget)
+            is_prompt, client = sequence.n_uncached > 1, sequence.client
+            n_tokens = min(sequence.n_runnable, prompt_budget, shares[client]) if is_prompt else 1
             if n_tokens and self._reserve(sequence, n_tokens, plan):
                 plan.items.append(PlannedTokens(sequence, n_tokens, n_tokens == sequence.n_uncached))
                 used += n_tokens
-                prompt_budget -= n_tokens if sequence.n_uncached > 1 else 0
+                if is_prompt:
+                    prompt_budget -= n_tokens
+                    shares[client] -= n_tokens
         return self.max_step_tokens - used
+
+    def _prompt_shares(self, prompt_budget: int) -> dict[str, int]:
+        """By client with a prompt to run, or the next one to be admitted: tokens of the step's budget."""
+        clients = {s.client for s in self.running if s.n_uncached > 1 and not s.will_end}
+        if self.waiting and len(self.running) < self.max_sequences:
+            clients.add(self.waiting[0].client)
+        return dict.fromkeys(clients, -(-prompt_budget // max(1, len(clients))))
+
+    def _use_up(self, plan: StepPlan, budget: int) -> None:
+        """Shares that nobody took go to the prompts that are planned, as far as there are pages."""
+        for i, item in enumerate(plan.items):
+            sequence = item.sequence
+            n_tokens = min(sequence.n_runnable, item.n_tokens + budget)
+            if n_tokens > item.n_tokens and self.cache.extend(sequence.seq_id, n_tokens + sequence.n_in_flight):
+                plan.items[i] = PlannedTokens(sequence, n_tokens, n_tokens == sequence.n_uncached)
+                budget -= n_tokens - item.n_tokens
 
     def _reserve(self, sequence: Sequence, n_tokens: int, plan: StepPlan) -> bool:
         """Pages for n_tokens more tokens, taken from experts or from the last running sequence if need be.
@@ -221,8 +241,9 @@ class Scheduler:
             return False
         return self.cache.swap_seconds(sequence.seq_id) < self.cache.n_lost_tokens(sequence.seq_id) / rate
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Start waiting sequences in order; the first one that does not fit waits, and so do those behind it."""
+    def _admit(self, plan: StepPlan, budget: int) -> int:
+        """Start waiting sequences in order; the first one that does not fit waits, and so do those behind it. Returns
+        the budget that is left."""
         while self.waiting and budget > 0 and len(self.running) < self.max_sequences:
             sequence = self.waiting[0]
             n_reused = self.cache.open(sequence.seq_id, sequence.tokens).n_cached_tokens
@@ -232,7 +253,7 @@ class Scheduler:
                 self.cache.release(sequence.seq_id)
                 sequence.n_cached = 0
                 if self.running:
-                    return
+                    return budget
                 self._fail(sequence, plan)  # it had the pool for itself
                 continue
             self.waiting.pop()
@@ -243,6 +264,7 @@ class Scheduler:
             self._enter(sequence)
             plan.items.append(PlannedTokens(sequence, n_tokens, n_tokens == sequence.n_uncached))
             budget -= n_tokens
+        return budget
 
     def _enter(self, sequence: Sequence) -> None:
         position = len(self.running)

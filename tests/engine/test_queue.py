@@ -163,6 +163,25 @@ def test_the_engine_serves_a_quiet_client_amid_a_flood(overlaps: bool) -> None:
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_long_prompt_does_not_hold_up_another_clients(overlaps: bool) -> None:
+    """While one client's prompt takes many steps, another's starts at once and gets half of each step. Within a client
+    prompts run one after another, and a share that nobody takes is not lost."""
+    engine = fake_engine(n_huge=32, max_step_tokens=8, context=200, overlaps=overlaps)
+    long = engine.add([i % 90 for i in range(150)], GREEDY, client="long")
+    engine.step()
+    engine.step()
+    quick = engine.add(list(range(12)), GREEDY, client="quick")
+    n_before = engine.n_steps
+    while quick.n_output == 0:
+        engine.step()
+    assert engine.n_steps - n_before <= 4 + overlaps
+    assert set(engine.runner.steps) == {8}, "every step is full while there is something to run"
+    engine.run_until([quick, long])
+    assert quick.output_ids == expected_answer(list(range(12)), 6)
+    assert long.output_ids == expected_answer(long.tokens[:150], 6)
+
+
 def test_a_low_priority_gives_way_first() -> None:
     """Room for two of three: the last of the lowest priority waits, though it came first."""
     engine = fake_engine(n_huge=1)
