@@ -83,7 +83,10 @@ class _LandedError(Exception):
 
 
 class PrefillRate:
-    """Tokens of prompts per second, measured over steps that were mostly prompt, as long as steps follow each other."""
+    """Tokens of prompts per second, from the time between the plans of two steps of which the first was mostly prompt.
+
+    Callers may pause between steps, which only ever makes a step look slow: faster ones count for more.
+    """
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
@@ -91,17 +94,19 @@ class PrefillRate:
         self._started = 0.0
         self._n_tokens = 0
 
-    def lap(self, plan: StepPlan | None) -> None:
-        """A step begins (None: planning begins, after which nothing may run)."""
-        now = time.perf_counter()
-        if self._n_tokens:
-            rate = self._n_tokens / max(now - self._started, 1e-6)
-            self.tokens_per_s += (0.3 if self.tokens_per_s else 1.0) * (rate - self.tokens_per_s)
+    def begin(self, plan: StepPlan) -> None:
+        """A step was planned and will run now."""
+        n_prompt = sum(item.n_tokens for item in plan.items if item.n_tokens > 1)
+        self._n_tokens = plan.n_tokens if 2 * n_prompt > plan.n_tokens else 0
+        self._started = time.perf_counter()
+
+    def end(self, is_busy: bool) -> None:
+        """The next step is to be planned. is_busy: there was no time without work in between."""
+        if self._n_tokens and is_busy:
+            rate = self._n_tokens / max(time.perf_counter() - self._started, 1e-6)
+            weight = 1.0 if not self.tokens_per_s else 0.5 if rate > self.tokens_per_s else 0.1
+            self.tokens_per_s += weight * (rate - self.tokens_per_s)
         self._n_tokens = 0
-        if plan is not None:
-            n_prompt = sum(item.n_tokens for item in plan.items if item.n_tokens > 1)
-            if 2 * n_prompt > plan.n_tokens:
-                self._n_tokens, self._started = plan.n_tokens, now
 
 
 class Scheduler:
@@ -139,7 +144,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. Pages for every planned token are reserved when this returns."""
-        self.prefill.lap(None)
+        self.prefill.end(is_busy=bool(self.running))
         plan = StepPlan()
         try:
             budget = self._continue_running(plan)
@@ -149,7 +154,7 @@ class Scheduler:
         if not plan.preempted:
             self._use_up(plan, self._admit(plan, budget))
         self.room.adjust(len(self.running), len(self.waiting), self._promised_tokens, self.reuse_rate)
-        self.prefill.lap(plan)
+        self.prefill.begin(plan)
         return plan
 
     def _continue_running(self, plan: StepPlan) -> int:

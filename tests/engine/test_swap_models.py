@@ -50,7 +50,7 @@ def engine(llm: LLM, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 def slow(engine: Engine) -> None:
     """Recompute costs much from now on (measuring prompts is switched off)."""
     engine.scheduler.prefill.tokens_per_s = 1e-3
-    engine.scheduler.prefill.lap = lambda plan: None  # type: ignore[method-assign]
+    engine.scheduler.prefill.end = lambda is_busy: None  # type: ignore[method-assign]
 
 
 def empty(engine: Engine) -> None:
