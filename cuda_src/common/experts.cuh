@@ -48,10 +48,10 @@ __device__ __forceinline__ bool pick_item(const int4* items, const int* n_items,
         item = {__ldg(ids + g), g, 1};
         return true;
     }
-    if (g >= __ldg(n_items)) return false;
-    int4 v = __ldg(items + g);
+    int n = __ldg(n_items);
+    int4 v = __ldg(items + g);  // under way at the same time: the table has a place for every block of the grid
     item = {v.x, v.y, v.z};
-    return true;
+    return g < n;
 }
 
 __device__ __forceinline__ int item_assignment(const int4* items, const int* order, const Item& item, int i) {

@@ -3,7 +3,7 @@
 //   out[t][n] (+)= scale * row_scale[t] * (sum over k of W[n][k] x[t][k] + bias[n]),  x[t][k] = x_scale[t] * halves[t][k]
 //
 // Grid: x = blocks of WARPS_N * 16 rows of all matrices one after the other, y = tiles of STRIP_TOKENS tokens.
-// -DFORMAT_A (and _B, _C); -DSTRIP_TOKENS 8 16 32; -DWARPS_N, -DWARPS_K; -DCHUNK_PIECES pieces of K in shared memory.
+// -DFORMAT_A (and _B, _C); -DSTRIP_TOKENS 8 16 32; -DWARPS_N, -DWARPS_K; the rest as in strip.cuh.
 
 #include "matmul/matrices.cuh"
 #include "matmul/strip.cuh"
@@ -13,11 +13,12 @@ __device__ __forceinline__ void product(const Matrix& m, const Finish& finish, c
                                         int width, int n_tokens, __half* shared) {
     int row = (blockIdx.x - m.first) * WARPS_N * 16 + strip_row(), first_token = blockIdx.y * STRIP_TOKENS;
     i64 row_bytes = (i64)(width / F::BLOCK) * F::BYTES;
-    const u8* lower = row < m.n_out ? m.weight + row * row_bytes : nullptr;
-    const u8* upper = row + 8 < m.n_out ? m.weight + (row + 8) * row_bytes : nullptr;
+    const u8* lower = m.weight + min(row, m.n_out - 1) * row_bytes;
+    const u8* upper = m.weight + min(row + 8, m.n_out - 1) * row_bytes;
     StripSums sums;
-    auto x_row = [&](int i) { return first_token + i < n_tokens ? first_token + i : -1; };
-    if (!strip_product<F, F>(lower, upper, x, width, x_row, shared, sums)) return;
+    auto x_row = [&](int i) { return first_token + i; };
+    int count = min(STRIP_TOKENS, n_tokens - first_token);
+    if (!strip_product<F, F>(lower, upper, x, width, x_row, count, shared, sums)) return;
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) {
 #pragma unroll

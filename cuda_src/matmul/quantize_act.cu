@@ -2,7 +2,8 @@
 //
 //   quantize_act  8-bit blocks of 32 (common/types.cuh): a warp a block; grid x = blocks of 8 warps over all of [T, width]
 //   scale_halves  half[t][c] = x[t][c] / scale[t], scale[t] = a power of two that puts the row's largest magnitude at
-//                 2^11 .. 2^12: no overflow whatever the input, and full precision down to 2^-25 of the largest.
+//                 2^11 .. 2^12: no overflow whatever the input, and full precision down to 2^-25 of the largest. Each
+//                 four elements are stored in the order 0 2 1 3 (common/mma.cuh).
 //                 Grid x = rows. Reads 4 bytes and writes 2 an element; the second read hits L1.
 
 #include "common/act_store.cuh"
@@ -39,7 +40,7 @@ extern "C" __global__ void scale_halves(const float* __restrict__ x,  // [T, wid
     float scale = __uint_as_float((u32)exponent << 23), inverse = __uint_as_float((u32)(254 - exponent) << 23);
     for (int c = threadIdx.x; c < width / 4; c += blockDim.x) {
         float4 v = in[c];
-        __half2 a = __floats2half2_rn(v.x * inverse, v.y * inverse), b = __floats2half2_rn(v.z * inverse, v.w * inverse);
+        __half2 a = __floats2half2_rn(v.x * inverse, v.z * inverse), b = __floats2half2_rn(v.y * inverse, v.w * inverse);
         ((uint2*)(halves + row * width))[c] = make_uint2(*(u32*)&a, *(u32*)&b);
     }
     if (threadIdx.x == 0) scales[row] = scale;

@@ -34,11 +34,11 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     int n = GATED ? (blockIdx.x * WARPS_N + strip_warp()) * 8 + ((threadIdx.x & 31) >> 2)
                   : (int)blockIdx.x * WARPS_N * 16 + strip_row();
     int n_upper = GATED ? n : n + 8;
-    const u8* lower = n < n_hidden ? expert_row(GATED ? gate : up, item.expert, n) : nullptr;
-    const u8* upper = n_upper < n_hidden ? expert_row(up, item.expert, n_upper) : nullptr;
+    const u8* lower = expert_row(GATED ? gate : up, item.expert, min(n, n_hidden - 1));
+    const u8* upper = expert_row(up, item.expert, min(n_upper, n_hidden - 1));
     StripSums sums;
-    auto x_row = [&](int i) { return i < item.count ? item_assignment(items, order, item, i) / top_k : -1; };
-    if (!strip_product<FORMAT_GATE, FORMAT_UP>(lower, upper, x, width, x_row, shared, sums)) return;
+    auto x_row = [&](int i) { return item_assignment(items, order, item, i) / top_k; };
+    if (!strip_product<FORMAT_GATE, FORMAT_UP>(lower, upper, x, width, x_row, item.count, shared, sums)) return;
     i64 bias_at = (i64)item.expert * n_hidden;
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) {
@@ -79,11 +79,11 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     if (!PICK_ITEM(item, blockIdx.y)) return;
     Projection down = {addresses, n_pages, first_page, rows_per_page, row_bytes};
     int row = blockIdx.x * WARPS_N * 16 + strip_row();
-    const u8* lower = row < n_out ? expert_row(down, item.expert, row) : nullptr;
-    const u8* upper = row + 8 < n_out ? expert_row(down, item.expert, row + 8) : nullptr;
+    const u8* lower = expert_row(down, item.expert, min(row, n_out - 1));
+    const u8* upper = expert_row(down, item.expert, min(row + 8, n_out - 1));
     StripSums sums;
-    auto x_row = [&](int i) { return i < item.count ? item_assignment(items, order, item, i) : -1; };
-    if (!strip_product<FORMAT_DOWN, FORMAT_DOWN>(lower, upper, hidden, n_hidden, x_row, shared, sums)) return;
+    auto x_row = [&](int i) { return item_assignment(items, order, item, i); };
+    if (!strip_product<FORMAT_DOWN, FORMAT_DOWN>(lower, upper, hidden, n_hidden, x_row, item.count, shared, sums)) return;
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) {
 #pragma unroll

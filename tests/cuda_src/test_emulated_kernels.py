@@ -26,7 +26,10 @@ LINEAR = (
     "q, k, v of three types T=1", "q, k, v of three types T=17", "q4_k 300x512 T=130", "q5_0 3x288 T=8",
     "f32 and q8_0 T=20", "f32 router 70x80 T=1030", "q4_k constant 1e5 T=1",
 )  # fmt: skip
-EXPERTS = ("q4_k_m T=1", "q4_k_m T=8", "three types T=7", "mxfp4 T=60", "biases T=64", "no gate T=64", "q8_0 T=700")
+EXPERTS = (
+    "q4_k_m T=1", "q4_k_m T=8", "q4_k_m T=20", "three types T=7", "mxfp4 T=60", "biases T=64", "no gate T=64",
+    "q8_0 T=700",
+)  # fmt: skip
 ROUTES = ("ties", "E01 renormalised", "sigmoid in groups", "selected", "512 experts, the last ones win")
 
 

@@ -11,6 +11,7 @@ from cases import matmul as cases
 from cases.common import Case
 
 from rimuru.formats.quants import BY_NAME
+from rimuru.ops.cuda.matmul import MAX_GEMV_TOKENS
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +34,7 @@ def test_rows_do_not_depend_on_the_batch(ops: Any, name: str) -> None:
     fmt = BY_NAME[name]
     weight = ops.weight(cases.random_rows(rng, fmt, 200, 768), fmt, 768)
     # Without the deterministic switch only up to the batch where tensor cores take over.
-    n_tokens = 40 if ops.deterministic else 8
+    n_tokens = 40 if ops.deterministic else MAX_GEMV_TOKENS
     x = rng.standard_normal((n_tokens, 768)).astype(np.float32)
 
     def rows(chosen: np.ndarray) -> np.ndarray:
@@ -42,7 +43,7 @@ def test_rows_do_not_depend_on_the_batch(ops: Any, name: str) -> None:
         return np.asarray(ops.download(out))
 
     whole = rows(np.arange(n_tokens))
-    for n in (1, 2, 3, 5, 7, n_tokens):
+    for n in (1, 2, 3, n_tokens):
         chosen = rng.permutation(n_tokens)[:n]
         assert np.array_equal(rows(chosen), whole[chosen])
 

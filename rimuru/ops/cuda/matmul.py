@@ -26,7 +26,7 @@ ACT_BLOCK = 32
 TOKEN_TILE = 8
 """Most tokens that the integer kernels handle for one reading of the weights."""
 
-MAX_GEMV_TOKENS = 8
+MAX_GEMV_TOKENS = 4
 """Up to this many tokens integer dot products are used; beyond, tensor cores."""
 
 MIN_F32_TILE_TOKENS = 1024
@@ -163,27 +163,35 @@ def gemm_kernel(formats: tuple[str, ...], tile_n: int, tile_m: int) -> Kernel:
 
 
 @cache
-def strip_kernel(formats: tuple[str, ...], tokens: int, warps_n: int, warps_k: int) -> Kernel:
-    defines = format_defines(formats) | strip_defines(tokens, warps_n, warps_k)
+def strip_kernel(formats: tuple[str, ...], tokens: int, warps_n: int, warps_k: int, staged: bool) -> Kernel:
+    defines = format_defines(formats) | strip_defines(tokens, warps_n, warps_k, staged, False)
     return Kernel("matmul/gemm_strip.cu", "gemm_strip", f"x: f16*, x_scales: f32*, {_MATRIX}, {_FINISH}", defines)
 
 
-def linear_strip(n_rows: int) -> tuple[int, int]:
-    """Warps over rows and over K of a block of `gemm_strip`: few rows fill the device only if K is split."""
-    return (4, 4) if n_rows >= 4096 else (1, 8)
+def linear_strip(n_rows: int, n_in: int, n_tokens: int) -> tuple[int, int, int, bool]:
+    """(tokens, warps over rows, warps over K, staged) of a block of `gemm_strip`, measured on an H200 (tools/LOG.md).
+
+    Few rows fill the device only if K is split. Sharing activations through shared memory pays with many tokens, where
+    each is read by many warps.
+    """
+    if n_rows >= 16384:
+        return strip_tokens(n_tokens), 8, 1, True
+    if n_tokens <= 16 or (n_tokens <= 32 and n_rows < 4096):
+        return strip_tokens(min(n_tokens, 16)), 1, 16 if n_tokens <= 8 and n_in >= 4096 else 8, False
+    if n_rows >= 4096:
+        return 16 if n_tokens <= 32 else 32, 8, 2, True
+    return (16, 4, 4, True) if n_tokens <= 64 else (16, 8, 2, True)
 
 
-def strip_defines(tokens: int, warps_n: int, warps_k: int) -> dict[str, int | str]:
+def strip_defines(tokens: int, warps_n: int, warps_k: int, staged: bool, ahead: bool) -> dict[str, int | str]:
     """-D options of the strip kernels (cuda_src/matmul/strip.cuh)."""
-    chunk = strip_chunk(tokens)
-    # Steps in flight: two, where the sums leave registers for it and a chunk is a whole number of rounds.
-    depth = 2 if (warps_k > 1 and chunk // 4 % (2 * warps_k) == 0) or tokens == 16 else 1
     return {
         "STRIP_TOKENS": tokens,
         "WARPS_N": warps_n,
         "WARPS_K": warps_k,
-        "CHUNK_PIECES": chunk,
-        "STRIP_DEPTH": depth,
+        "STRIP_STAGED": int(staged),
+        "STRIP_AHEAD": int(ahead),
+        "CHUNK_PIECES": strip_chunk(tokens),
     }
 
 
@@ -192,9 +200,10 @@ def strip_chunk(tokens: int) -> int:
     return 64 if tokens <= 16 else 32
 
 
-def strip_shared_bytes(tokens: int) -> int:
-    """Dynamic shared memory of a strip (STRIP_SHARED_BYTES of cuda_src/matmul/strip.cuh)."""
-    return 2 * tokens * (strip_chunk(tokens) * 40 + 32)
+def strip_shared_bytes(tokens: int, warps_n: int, warps_k: int, staged: bool) -> int:
+    """Dynamic shared memory of a strip (cuda_src/matmul/strip.cuh): activations, or sums that await their addition."""
+    chunk = 2 * tokens * (strip_chunk(tokens) // 2 * 72 + 32) if staged else 0
+    return max(chunk, (warps_k - 1) * warps_n * (tokens // 8) * 512)
 
 
 def strip_tokens(n_tokens: float) -> int:
@@ -214,8 +223,8 @@ def gemm_tile(n_tokens: int, n_rows: int) -> tuple[int, int]:
 
 
 def takes_strips(n_tokens: int, n_rows: int) -> bool:
-    """Whether tiles of 128 x 64 would leave most of the device idle."""
-    return n_tokens <= 32 or ceil_div(n_rows, 128) * ceil_div(n_tokens, 64) < 64
+    """Whether strips are faster than tiles of 128 x 64, which few of them leave most of the device idle."""
+    return n_tokens <= 96 or ceil_div(n_rows, 128) * ceil_div(n_tokens, 64) < 64
 
 
 def linear(
@@ -297,14 +306,14 @@ def linear_kernels(weights: Sequence[Weight], max_tokens: int, deterministic: bo
     found: dict[int, Kernel] = {}
     jobs: list[Job] = [(w, None, None) for w in weights]
     groups = [group for part in _exact_and_others(jobs) for group in _launch_groups(part)]
-    for n_tokens in [*range(1, min(max_tokens, 64) + 1), *range(128, max_tokens, 64), max_tokens]:
+    for n_tokens in [*range(1, min(max_tokens, 128) + 1), *range(128, max_tokens, 64), max_tokens]:
         for group in groups:
             n_rows, n_in = sum(w.n_out for w, _, _ in group), group[0][0].n_in
             formats = tuple(sorted({w.format.name for w, _, _ in group}))
             if deterministic or n_tokens <= MAX_GEMV_TOKENS or formats == ("f32",):
                 kernel = gemv_kernel(formats, *_gemv_shape(formats[0], n_rows, n_in, n_tokens))
             elif takes_strips(n_tokens, n_rows):
-                kernel = strip_kernel(formats, strip_tokens(n_tokens), *linear_strip(n_rows))
+                kernel = strip_kernel(formats, *linear_strip(n_rows, n_in, n_tokens))
             else:
                 kernel = gemm_kernel(formats, *gemm_tile(n_tokens, n_rows))
             found[id(kernel)] = kernel
@@ -313,9 +322,10 @@ def linear_kernels(weights: Sequence[Weight], max_tokens: int, deterministic: bo
 
 def _gemv_shape(format_name: str, n_rows: int, n_in: int, n_tokens: int) -> tuple[int, int, int]:
     """(tokens of a tile, lanes a row, rows a lane) of the integer kernel."""
-    # Routers have few rows: blocks of few tokens fill more of the device.
-    tile = token_tile(min(n_tokens, 2) if format_name == "f32" and n_tokens <= 64 else n_tokens)
-    return tile, row_lanes(n_in, format_name), gemv_rows(n_rows, n_tokens)
+    tile, rows = token_tile(n_tokens), gemv_rows(n_rows, n_tokens)
+    if format_name == "f32" and n_tokens <= 64:  # routers have few rows: blocks of few tokens fill more of the device
+        tile = min(tile, 1 if n_tokens <= 8 else 2)
+    return tile, row_lanes(n_in, format_name), rows
 
 
 def _launch_gemv(x: Act, group: list[Job], finish: tuple[Any, ...]) -> None:
@@ -337,14 +347,13 @@ def gemv_rows(n_rows: int, n_tokens: int) -> int:
 
 def _launch_strip(x: Act, group: list[Job], finish: tuple[Any, ...]) -> None:
     n_tokens = finish[-1]
-    tokens = strip_tokens(n_tokens)
-    warps_n, warps_k = linear_strip(sum(w.n_out for w, _, _ in group))
+    tokens, warps_n, warps_k, staged = linear_strip(sum(w.n_out for w, _, _ in group), finish[-2], n_tokens)
     formats, matrices, n_blocks = _matrix_arguments(group, 16 * warps_n)
-    strip_kernel(formats, tokens, warps_n, warps_k)(
+    strip_kernel(formats, tokens, warps_n, warps_k, staged)(
         (n_blocks, ceil_div(n_tokens, tokens)),
         (32 * warps_n * warps_k,),
         (x.quant.halves, x.quant.half_scales, *matrices, *finish),
-        shared_bytes=strip_shared_bytes(tokens),
+        shared_bytes=strip_shared_bytes(tokens, warps_n, warps_k, staged),
     )
 
 

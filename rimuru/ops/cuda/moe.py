@@ -38,7 +38,7 @@ MAX_EXPERTS = 1024
 UNSORTED_TOKENS = 4
 """Up to this many tokens every assignment is an item by itself: few experts are met twice, and no sort is needed."""
 
-MAX_DOT_LOAD = 1.2
+MAX_DOT_LOAD = 1.0
 """Up to this many assignments an expert on average, integer dot products are used."""
 
 MAX_STRIP_LOAD = 32
@@ -210,21 +210,45 @@ class Shape:
     family: str  # "strip" or "tile": moe/moe_<family>.cu
     rows: int
     tokens: int
+    warps_k: int = 1
+    """Strips: warps that share 16 rows."""
+
+    staged: bool = False
+    """Strips: activations go through shared memory."""
+
+    ahead: bool = False
+    """Strips: packed weights are loaded a step ahead."""
 
     def defines(self) -> dict[str, int | str]:
         if self.family == "strip":
-            return strip_defines(self.tokens, STRIP_WARPS, 1)
+            return strip_defines(self.tokens, self.rows // 16, self.warps_k, self.staged, self.ahead)
         return {"TILE_N": self.rows, "TILE_M": self.tokens}
 
     @property
+    def threads(self) -> int:
+        return 2 * self.rows * self.warps_k if self.family == "strip" else TILE_THREADS
+
+    @property
     def shared_bytes(self) -> int:
-        return strip_shared_bytes(self.tokens) if self.family == "strip" else tile_shared_bytes(self.rows, self.tokens)
+        if self.family == "strip":
+            return strip_shared_bytes(self.tokens, self.rows // 16, self.warps_k, self.staged)
+        return tile_shared_bytes(self.rows, self.tokens)
 
 
-def item_shape(load: float) -> Shape:
-    """The tensor-core kernel for an average number of assignments an expert."""
+def up_matrix_shape(load: float) -> Shape:
+    """The tensor-core kernel of gate_up for an average number of assignments an expert."""
+    return _matrix_shape(load, ahead=True)
+
+
+def down_matrix_shape(load: float) -> Shape:
+    """The tensor-core kernel of down, with the tokens of up_matrix_shape: both go through one list of items."""
+    return _matrix_shape(load, ahead=False)  # short rows: fewer registers, so fewer spills, are worth more
+
+
+def _matrix_shape(load: float, ahead: bool) -> Shape:
     if load <= MAX_STRIP_LOAD:
-        return Shape("strip", 16 * STRIP_WARPS, 8 if load <= 5 else 16 if load <= 10 else 32)
+        tokens = 8 if load <= 6 else 16 if load <= 12 else 32
+        return Shape("strip", 16 * STRIP_WARPS, tokens, staged=True, ahead=ahead)
     return Shape("tile", 128, 64 if load <= 80 else 128)
 
 
@@ -316,16 +340,16 @@ def moe_experts(
     n_experts, buffers = table.layout.n_experts, scratch.private
     load = n_tokens * top_k / n_experts
     with_halves = buffers.halves is not None and x.quant is not None and x.quant.halves is not None
-    shape = item_shape(load) if with_halves and on_tensor_cores(n_tokens, load) else None
-    tile = shape.tokens if shape is not None else dot_tile(n_tokens, load)
+    on_matrices = with_halves and on_tensor_cores(n_tokens, load)
+    tile = up_matrix_shape(load).tokens if on_matrices else dot_tile(n_tokens, load)
     items, n_items, order, max_items = None, None, None, ids.size
     if tile > 1:
         max_items = sort_assignments(ids, active, n_experts, tile, buffers)
         items, n_items, order = buffers.items, buffers.n_items, buffers.order
     arguments = (items, n_items, order, ids, active, n_experts, top_k)
     call = _Call(x, table, spec, buffers, scratch.out, arguments, max_items)
-    if shape is not None:
-        _experts_on_tensor_cores(call, up, down, shape, ids.size)
+    if on_matrices:
+        _experts_on_tensor_cores(call, up, down, load, ids.size)
     else:
         _experts_by_integer_dots(call, up, down, tile)
 
@@ -363,14 +387,14 @@ def down_shape(n_in: int, tile: int) -> tuple[int, int]:
 
 
 def _experts_on_tensor_cores(
-    call: _Call, up: ProjectionLayout, down: ProjectionLayout, shape: Shape, n_assignments: int
+    call: _Call, up: ProjectionLayout, down: ProjectionLayout, load: float, n_assignments: int
 ) -> None:
     buffers, x, gate = call.buffers, call.x, call.projection("gate")
     scale_halves(x.f32, x.quant.halves, x.quant.half_scales, n_assignments // call.spec.top_k)
-    threads = 32 * STRIP_WARPS if shape.family == "strip" else TILE_THREADS
+    shape = up_matrix_shape(load)
     up_matrix_kernel(None if gate is None else gate.format.name, up.format.name, shape)(
         (ceil_div(up.n_rows, shape.rows if gate is None else shape.rows // 2), call.max_items),
-        (threads,),
+        (shape.threads,),
         (
             x.quant.halves, x.quant.half_scales, up.n_in, *call.up_arguments(), up.n_rows,
             ACTIVATION_IDS[call.spec.activation],
@@ -378,9 +402,10 @@ def _experts_on_tensor_cores(
         shared_bytes=shape.shared_bytes,
     )  # fmt: skip
     scale_halves(buffers.hidden, buffers.halves, buffers.half_scales, n_assignments)
+    shape = down_matrix_shape(load)
     down_matrix_kernel(down.format.name, shape)(
         (ceil_div(down.n_rows, shape.rows), call.max_items),
-        (threads,),
+        (shape.threads,),
         (buffers.halves, buffers.half_scales, down.n_in, *call.down_arguments(down)),
         shared_bytes=shape.shared_bytes,
     )
@@ -397,8 +422,10 @@ def experts_kernels(
     for n_tokens in range(1, max_tokens + 1):
         load = n_tokens * spec.top_k / layout.n_experts
         if _has_halves(n_tokens, spec, up.n_in, deterministic):
-            shape = item_shape(load)
-            pair = (up_matrix_kernel(gate_name, up.format.name, shape), down_matrix_kernel(down.format.name, shape))
+            pair = (
+                up_matrix_kernel(gate_name, up.format.name, up_matrix_shape(load)),
+                down_matrix_kernel(down.format.name, down_matrix_shape(load)),
+            )
         else:
             tile = dot_tile(n_tokens, load)
             pair = (

@@ -1,0 +1,134 @@
+// Spans (common/span.cuh) of the types whose scales are small integers times one number a block: integers times integers
+// are exact in halves, or nearly so, and take one multiply-add.
+//
+// A half with the exponent of 2^e and an integer q in its lowest mantissa bits is 2^e + q 2^(e - 10); a multiply-add with
+// the group's scale s and with -2^e s, which is exact, leaves q 2^(e - 10) s.
+#pragma once
+
+#include "common/span.cuh"
+#include "quants/all.cuh"
+#include "quants/bits.cuh"
+
+__device__ __forceinline__ __half2 bits_half2(u32 bits) { return *(__half2*)&bits; }
+
+// Byte i of x below the high bytes of two equal halves: 1024 + byte (of halves 0x6400) or 64 + byte / 16 (0x5400).
+__device__ __forceinline__ __half2 byte_halves(u32 x, u32 halves, int i) {
+    return bits_half2(__byte_perm(x, halves, 0x5050 + 0x0101 * i));
+}
+
+template <>
+struct Span<q4_k> {
+    static constexpr bool SCALED = true, MINS = true;
+    static constexpr u32 MAGIC = 0x64006400u;
+    u32 head[4];
+    u32 qs[8];
+
+    __device__ __forceinline__ void load(const u8* row, int span, int) {
+        const u8* block = row + (span >> 2) * q4_k::BYTES;
+        load_words16(block, head);
+        load_words16(block + 16 + 32 * (span & 3), qs);
+    }
+
+    // Groups 0 and 2: low nibbles of the first and of the last 16 bytes; 1 and 3: high nibbles.
+    static __device__ __forceinline__ int first(int span, int i) { return span * 64 + 32 * (i & 1) + 16 * (i >> 1); }
+
+    struct Halves {
+        const Span& bytes;
+        u32 magic;
+        __half2 scales[2], offsets[2];
+        u32 mins[2];
+        float scale, min_scale;
+
+        __device__ __forceinline__ Halves(const Span& stored, int span, int, u32 constant) : bytes(stored), magic(constant) {
+            u32 s, m;
+            k_scales(stored.head[1], stored.head[2], stored.head[3], span & 3, s, m);
+            // High nibbles stay where they are in their bytes, 16 q, and meet a sixteenth of the scale.
+            scales[0] = __hsub2(byte_halves(s, magic, 0), __float2half2_rn(1024.0f));
+            scales[1] = __hfma2(byte_halves(s, magic, 1), __float2half2_rn(0.0625f), __float2half2_rn(-64.0f));
+#pragma unroll
+            for (int g = 0; g < 2; g++) {
+                offsets[g] = __hmul2(scales[g], __float2half2_rn(-1024.0f));
+                mins[g] = half2_bits(__hsub2(byte_halves(m, magic, g), __float2half2_rn(1024.0f)));
+            }
+            scale = half_bits_to_float(stored.head[0] & 0xffffu);
+            min_scale = half_bits_to_float(stored.head[0] >> 16);
+        }
+
+        __device__ __forceinline__ void group(int i, u32 (&out)[8]) const {
+            u32 mask = i & 1 ? 0x00f000f0u : 0x000f000fu;
+#pragma unroll
+            for (int w = 0; w < 4; w++) {
+                u32 x = bytes.qs[4 * (i >> 1) + w];
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    __half2 q = bits_half2(((h ? x >> 8 : x) & mask) | magic);
+                    out[2 * w + h] = half2_bits(__hfma2(q, scales[i & 1], offsets[i & 1]));
+                }
+            }
+        }
+        __device__ __forceinline__ u32 minimum(int i) const { return mins[i & 1]; }
+    };
+};
+
+template <>
+struct Span<q6_k> {
+    static constexpr bool SCALED = true, MINS = false;
+    static constexpr u32 MAGIC = 0x54005400u;
+    u32 ql[8];  // units u and u + 2 of 16 bytes of a block's half
+    u32 qh[4];
+    u32 scales;  // a byte a group
+    u32 d;
+
+    __device__ __forceinline__ void load(const u8* row, int span, int) {
+        const u8* block = row + (span >> 2) * q6_k::BYTES;
+        int half = (span >> 1) & 1, unit = span & 1;
+        u32 low[4], high[4], s[2];
+        load_vectors(block + 64 * half + 16 * unit, low);
+        load_vectors(block + 64 * half + 32 + 16 * unit, high);
+        load_vectors(block + 128 + 32 * half + 16 * unit, qh);
+        load_words(block + 192 + 8 * half, s);
+        d = load_u16(block + 208);
+        scales = __byte_perm(s[0], s[1], unit ? 0x7531 : 0x6420);
+#pragma unroll
+        for (int i = 0; i < 4; i++) ql[i] = low[i], ql[4 + i] = high[i];
+    }
+
+    // Group i: low (0, 1) and high (2, 3) nibbles of the two units, bits 2 i of qh.
+    static __device__ __forceinline__ int first(int span, int i) {
+        return (span >> 1) * 128 + 32 * i + 16 * (span & 1);
+    }
+
+    struct Halves {
+        const Span& bytes;
+        u32 magic;
+        u32 biased;  // scales + 128
+        float scale, min_scale;
+
+        // Halves are a sixteenth of integer times scale: byte_halves gives scales that small.
+        __device__ __forceinline__ Halves(const Span& stored, int, int, u32 constant)
+            : bytes(stored),
+              magic(constant),
+              biased(stored.scales ^ 0x80808080u),
+              scale(16.0f * half_bits_to_float(stored.d)),
+              min_scale(0.0f) {}
+
+        // Bits 4..9 of each half hold q, so it is 64 + q, and 96 times a scale is exact.
+        __device__ __forceinline__ void group(int i, u32 (&out)[8]) const {
+            __half2 s = __hsub2(byte_halves(biased, magic, i), __float2half2_rn(72.0f));
+            __half2 offset = __hmul2(s, __float2half2_rn(-96.0f));
+#pragma unroll
+            for (int w = 0; w < 4; w++) {
+                u32 x = bytes.ql[4 * (i & 1) + w], high = bytes.qh[w];
+                // Elements 0 and 2, then 1 and 3: the nibble to bits 4..7, the two high bits to bits 8 and 9.
+                u32 nibble[2] = {i < 2 ? x << 4 : x, i < 2 ? x >> 4 : x >> 8};
+                u32 top[2] = {high << (8 - 2 * i), high >> (2 * i)};
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    __half2 q = bits_half2(((nibble[h] & 0x00f000f0u) | magic) | (top[h] & 0x03000300u));
+                    out[2 * w + h] = half2_bits(__hfma2(q, s, offset));
+                }
+            }
+        }
+        __device__ __forceinline__ u32 minimum(int) const { return 0u; }
+    };
+};
