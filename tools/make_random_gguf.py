@@ -27,7 +27,7 @@ from rimuru.arch.registry import runnable_architectures
 from rimuru.arch.shape_data import ModelShape
 from rimuru.arch.shapes import describe
 from rimuru.formats.gguf import TensorInfo
-from rimuru.formats.quants import ENGINE_FORMATS, QuantFormat
+from rimuru.formats.quants import BY_NAME, ENGINE_FORMATS, QuantFormat
 from rimuru.formats.quants_encode import quantize
 from rimuru.formats.writer import KeyValue, write_gguf
 from rimuru.text.byte_bpe import BYTE_TO_CHARACTER
@@ -70,6 +70,10 @@ def write_random_model(
         values = _values(info.name, info.shape, seed)
         if info.name == "token_embd.weight":
             values /= np.float32(config.embedding_scale)
+        if fmt.name == "nvfp4" and info.name != "token_embd.weight":
+            values, factors = _with_factors(info.name, values)
+            name = info.name.removesuffix(".weight") + ".scale"
+            tensors.append((name, factors.shape, BY_NAME["f32"], factors.view(np.uint8)))
         tensors.append((info.name, info.shape, fmt, quantize(values, fmt).reshape(-1)))
     write_gguf(path, kv, tensors)
     return Path(path)
@@ -196,6 +200,14 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         return 0.1 * values
     # The embedding's rows are not scaled: a residual stream of size one, as after training.
     return values if name == "token_embd.weight" else values * np.float32(1.2 / shape[0] ** 0.5)
+
+
+def _with_factors(name: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """NVFP4: values over factors, and the factors, one of each expert or one of all, so that scales stop at 448."""
+    per_expert = name.endswith("_exps.weight")
+    parts = values.reshape(len(values) if per_expert else 1, -1)
+    factors = np.abs(parts).max(axis=1) / np.float32(448 * 6)
+    return (parts / factors[:, None]).reshape(values.shape), factors
 
 
 def _mixed_format(name: str, shape: tuple[int, ...], plain: QuantFormat) -> QuantFormat:

@@ -22,6 +22,16 @@ __device__ __forceinline__ const u8* expert_row(const Projection& p, int expert,
     return (const u8*)base + (i64)(n - page * p.rows_per_page) * p.row_bytes;
 }
 
+// An expert's product with row n, and the expert's vector (or null): a bias [n_experts, n_rows] to add, or with
+// -DEXPERT_FACTORS=1 factors [n_experts] to multiply.
+__device__ __forceinline__ float finish_product(float v, const float* vector, int expert, int n_rows, int n) {
+#if EXPERT_FACTORS
+    return vector ? v * vector[expert] : v;
+#else
+    return v + (vector ? vector[(i64)expert * n_rows + n] : 0.0f);
+#endif
+}
+
 // A tile of assignments of one expert: places first .. first + count of the sorted order.
 struct Item {
     int expert;

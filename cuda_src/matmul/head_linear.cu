@@ -1,6 +1,6 @@
 // Every head through a matrix of its own, float32 activations: the absorbed projections of latent attention.
 //
-//   out[t, h] = [W_h x[t, h, :n_in] | x[t, h, n_in:]]
+//   out[t, h] = [factor * W_h x[t, h, :n_in] | x[t, h, n_in:]]
 //
 // grid (rows / THREADS, heads, tokens / TOKENS). A thread has one row of W_h and TOKENS tokens, whose inputs lie in shared
 // memory; a weight is unpacked once for all of them. A row's sum runs along the row, whatever the batch.
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     head_linear(const float* __restrict__ x,     // [T, n_head * (n_in + rest)]
                 const u8* __restrict__ weights,  // [n_head * n_out, row_bytes]
                 float* __restrict__ out,         // [T, n_head * (n_out + rest)]
-                int n_tokens, int n_head, int n_in, int n_out, int rest, i64 row_bytes) {
+                int n_tokens, int n_head, int n_in, int n_out, int rest, i64 row_bytes, float factor) {
     extern __shared__ __align__(16) float inputs[];  // [TOKENS, n_in]
     int head = blockIdx.y, first = blockIdx.z * TOKENS, row = blockIdx.x * THREADS + threadIdx.x;
     int n = min(TOKENS, n_tokens - first), in_width = n_in + rest, out_width = n_out + rest;
@@ -67,5 +67,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (row >= n_out) return;
     float sums[TOKENS] = {0.0f};
     dot_row<FORMAT>(sums, weights + ((i64)head * n_out + row) * row_bytes, n_in, inputs);
-    for (int t = 0; t < n; t++) to[(i64)t * n_head * out_width + row] = sums[t];
+    for (int t = 0; t < n; t++) to[(i64)t * n_head * out_width + row] = sums[t] * factor;
 }

@@ -7,8 +7,8 @@
 // grid does not depend on the routing). moe_gate_up: grid x = 32 hidden rows, one 8-bit block, so that the block that
 // computes it also quantises it; 32 * ROW_LANES / LANE_ROWS threads. moe_down: grid x = BLOCK_WARPS * 32 / ROW_LANES *
 // LANE_ROWS rows.
-// -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DTOKEN_TILE 1 2 4 8; -DROW_LANES 8 16 32; -DLANE_ROWS 1 2 4;
-// -DBLOCK_WARPS. Moves the rows of the experts in use, once per tile of tokens.
+// -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 1 (no biases); -DTOKEN_TILE 1 2 4 8;
+// -DROW_LANES 8 16 32; -DLANE_ROWS 1 2 4; -DBLOCK_WARPS. Moves the rows of the experts in use, once per tile of tokens.
 
 #include "common/act_store.cuh"
 #include "common/experts.cuh"
@@ -90,13 +90,12 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
     __syncthreads();
     // Activation and 8-bit form: a warp a token, a lane a hidden row.
     int n = blockIdx.x * 32 + lane;
-    i64 at = (i64)item.expert * n_hidden + n;
     for (int t = threadIdx.x >> 5; t < min(TOKEN_TILE, item.count); t += UP_THREADS / 32) {
         i64 a = item_assignment(items, order, item, t);
         float v = 0.0f;
         if (n < n_hidden) {
-            float u = sums[t][1][lane] + (up_bias ? up_bias[at] : 0.0f);
-            float g = GATED ? sums[t][0][lane] + (gate_bias ? gate_bias[at] : 0.0f) : u;
+            float u = finish_product(sums[t][1][lane], up_bias, item.expert, n_hidden, n);
+            float g = GATED ? finish_product(sums[t][0][lane], gate_bias, item.expert, n_hidden, n) : u;
             v = glu(activation, g, GATED ? u : 1.0f);
             hidden[a * n_hidden + n] = v;
         }
@@ -139,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
             bool mine = (r * TOKEN_TILE + t) % ROW_LANES == sub;
             int n = first + r;
             if (mine && n < n_out && t < item.count)
-                out[(i64)assignments[t] * n_out + n] = acc[r][t] + (bias ? bias[(i64)item.expert * n_out + n] : 0.0f);
+                out[(i64)assignments[t] * n_out + n] = finish_product(acc[r][t], bias, item.expert, n_out, n);
         }
     }
 }

@@ -6,7 +6,7 @@
 // Activations come as halves with one scale a row. Grid x = blocks of weight rows, y = items (an expert and up to
 // STRIP_TOKENS of its assignments; blocks beyond the last item end at once). In the gated kernel a warp's rows are 8 gate
 // rows and the 8 up rows of the same hidden elements, so both lie in one lane's sums.
-// -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; the rest as in gemm_strip.cu.
+// -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 1 (no biases); the rest as in gemm_strip.cu.
 
 #include "common/experts.cuh"
 #include "common/math.cuh"
@@ -39,7 +39,6 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     StripSums sums;
     auto x_row = [&](int i) { return item_assignment(items, order, item, i) / top_k; };
     if (!strip_product<FORMAT_GATE, FORMAT_UP>(lower, upper, x, width, x_row, item.count, shared, sums)) return;
-    i64 bias_at = (i64)item.expert * n_hidden;
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) {
 #pragma unroll
@@ -52,12 +51,13 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
             float* at = hidden + (i64)a * n_hidden;
             if (GATED) {
                 if (n >= n_hidden) continue;
-                float g = first + (gate_bias ? gate_bias[bias_at + n] : 0.0f);
-                at[n] = glu(activation, g, second + (up_bias ? up_bias[bias_at + n] : 0.0f));
+                float g = finish_product(first, gate_bias, item.expert, n_hidden, n);
+                at[n] = glu(activation, g, finish_product(second, up_bias, item.expert, n_hidden, n));
             } else {
-                if (n < n_hidden) at[n] = glu(activation, first + (up_bias ? up_bias[bias_at + n] : 0.0f), 1.0f);
+                if (n < n_hidden)
+                    at[n] = glu(activation, finish_product(first, up_bias, item.expert, n_hidden, n), 1.0f);
                 if (n_upper < n_hidden)
-                    at[n_upper] = glu(activation, second + (up_bias ? up_bias[bias_at + n_upper] : 0.0f), 1.0f);
+                    at[n_upper] = glu(activation, finish_product(second, up_bias, item.expert, n_hidden, n_upper), 1.0f);
             }
         }
     }
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
             int i = strip_token(j, c), n = row + (c & 2) * 4;
             if (i >= item.count || n >= n_out) continue;
             i64 a = item_assignment(items, order, item, i);
-            out[a * n_out + n] = sums[j][c] * h_scales[a] + (bias ? bias[(i64)item.expert * n_out + n] : 0.0f);
+            out[a * n_out + n] = finish_product(sums[j][c] * h_scales[a], bias, item.expert, n_out, n);
         }
     }
 }

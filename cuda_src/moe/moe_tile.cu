@@ -6,7 +6,8 @@
 // Activations come as halves with one scale a row (quantize_act.cu). Grid x = tiles of weight rows, y = items (an expert
 // and up to TILE_M of its assignments; blocks beyond the last item end at once). In a tile of the gated kernel each 16
 // rows are 8 gate rows and the 8 up rows of the same hidden elements, so both lie in one thread's sums.
-// -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DTILE_N, -DTILE_M as in matmul/tile.cuh.
+// -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 1 (no biases); -DTILE_N,
+// -DTILE_M as in matmul/tile.cuh.
 
 #include "common/experts.cuh"
 #include "common/math.cuh"
@@ -57,19 +58,18 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
 #pragma unroll
             for (int i = 0; i < FRAGMENTS_N; i++) {
                 float lower = sums[i][j][c] * x_scale, upper = sums[i][j][c + 2] * x_scale;
-                i64 bias_at = (i64)item.expert * n_hidden;
                 if (GATED) {
                     int n = first + sum_row(i, 0) / 16 * 8 + (sum_row(i, 0) & 7);
                     if (n >= n_hidden) continue;
-                    float g = lower + (gate_bias ? gate_bias[bias_at + n] : 0.0f);
-                    float u = upper + (up_bias ? up_bias[bias_at + n] : 0.0f);
+                    float g = finish_product(lower, gate_bias, item.expert, n_hidden, n);
+                    float u = finish_product(upper, up_bias, item.expert, n_hidden, n);
                     hidden[(i64)a * n_hidden + n] = glu(activation, g, u);
                 } else {
 #pragma unroll
                     for (int h = 0; h < 2; h++) {
                         int n = first + sum_row(i, 2 * h);
                         if (n >= n_hidden) continue;
-                        float u = (h ? upper : lower) + (up_bias ? up_bias[bias_at + n] : 0.0f);
+                        float u = finish_product(h ? upper : lower, up_bias, item.expert, n_hidden, n);
                         hidden[(i64)a * n_hidden + n] = glu(activation, u, 1.0f);
                     }
                 }
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
             for (int i = 0; i < FRAGMENTS_N; i++) {
                 int n = first + sum_row(i, c);
                 if (n < n_out)
-                    out[a * n_out + n] = sums[i][j][c] * h_scale + (bias ? bias[(i64)item.expert * n_out + n] : 0.0f);
+                    out[a * n_out + n] = finish_product(sums[i][j][c] * h_scale, bias, item.expert, n_out, n);
             }
         }
     }

@@ -15,6 +15,8 @@ _MIXES = {"q4_k_m": ("q4_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k")}
 """Name -> type of most matrices, type of the sensitive ones."""
 _FALLBACKS = {
     "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "q2_k": "q4_0", "q3_k": "q4_0", "iq4_xs": "iq4_nl",
+    "tq1_0": "q4_0", "tq2_0": "q4_0", "iq1_s": "iq4_nl", "iq1_m": "iq4_nl", "iq2_xxs": "iq4_nl", "iq2_xs": "iq4_nl",
+    "iq2_s": "iq4_nl", "iq3_xxs": "iq4_nl", "iq3_s": "iq4_nl",
 }  # fmt: skip
 _FLOAT_SUFFIXES = ("_norm.weight", "ffn_gate_inp.weight", "shortconv.conv.weight", "indexer.proj.weight")
 

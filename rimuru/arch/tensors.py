@@ -349,6 +349,13 @@ def _may_stay(config: ModelConfig, tensors: Mapping[str, TensorInfo], name: str)
     block = _BLOCK.match(name)
     if block and len(config.layers) <= int(block.group(1)) < len(config.layers) + config.n_mtp_blocks:
         return True
-    # The companions of NVFP4 weights; a file with such weights is refused by its types before it runs.
-    base = tensors.get(name.removesuffix(".scale") + ".weight") or tensors.get(name.removesuffix(".scale"))
-    return name.endswith(".scale") and base is not None and base.format.name == "nvfp4"
+    return _is_factor(tensors, name)
+
+
+def _is_factor(tensors: Mapping[str, TensorInfo], name: str) -> bool:
+    """Whether this is the factor of an NVFP4 tensor's products: one number, or one for each expert."""
+    base = tensors.get(name.removesuffix(".scale") + ".weight")
+    if not name.endswith(".scale") or base is None or base.format.name != "nvfp4":
+        return False
+    n_wanted = base.shape[2] if base.name.endswith("_exps.weight") else 1
+    return tensors[name].format.is_float and tensors[name].n_elements == n_wanted

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import rimuru.ops as backends
 from rimuru.arch.registry import can_run, read_config, require_runnable
 from rimuru.arch.spec import ModelConfig, MoeSpec
@@ -236,7 +238,7 @@ class _Builder:
         )  # fmt: skip
         most_rows = ops.padded_sequences(resolved.max_sequences)
         model = Model(context, most_rows)
-        biases = self._expert_biases()
+        biases, factors = self._expert_biases(), self._expert_factors()
         self.workspace.allocate()
         dense_bytes = self.reader.n_bytes
         scratch_bytes = self.workspace.n_bytes + model.logit_bytes + self._reserve_step(most_rows)
@@ -250,7 +252,7 @@ class _Builder:
         room = CompactingRoom(cache, self.pool, layout)
         if layout.expert is not None:
             elastic = ExpertRoom(cache, self.pool, layout, self.config.expert_offload_limit, self._elastic_policy())
-            reader_stand_in.store = self.store = self._make_store(biases, elastic)
+            reader_stand_in.store = self.store = self._make_store(biases, factors, elastic)
             room = elastic if self.quotas is None else room
             room.store = elastic.store = self.store
         sampler = Sampler(ops, most_rows)
@@ -294,6 +296,18 @@ class _Builder:
             found = {key: self.reader.vector(name) for key, name in names.items()}
             biases.append({key: values for key, values in found.items() if values is not None})
         return biases
+
+    def _expert_factors(self) -> list[dict[str, Array]]:
+        """Per layer slot the factors [n_experts] of the experts' products (NVFP4): of all projections, or of none."""
+        layers = [] if self.layout.expert is None else self.layout.expert.layers
+        factors: list[dict[str, Array]] = []
+        for layer in layers:
+            found = {p.name: self.reader.factors(p.tensor) for p in layer.projections}
+            ones = np.ones(layer.n_experts, np.float32)
+            vectors = {name: ones if values is None else values for name, values in found.items()}
+            wanted = any(values is not None for values in found.values())
+            factors.append({name: self.reader.upload(values) for name, values in vectors.items()} if wanted else {})
+        return factors
 
     def _size_pool(self, dense_bytes: int, scratch_bytes: int) -> int:
         """Map the pool: what dense weights and scratch leave of the budget, no more than is useful where the budget
@@ -360,7 +374,9 @@ class _Builder:
         short = request_bytes(layout, min(MIN_CONTEXT_TOKENS, self.resolved.n_positions))
         return buffers + short + layout.huge_bytes * (2 if layout.ssm is not None else 1)
 
-    def _make_store(self, biases: list[dict[str, Array]], room: ExpertRoom) -> HostExpertStore | DeviceExpertStore:
+    def _make_store(
+        self, biases: list[dict[str, Array]], factors: list[dict[str, Array]], room: ExpertRoom
+    ) -> HostExpertStore | DeviceExpertStore:
         """The expert store, still empty."""
         layout = self.layout.expert
         assert layout is not None
@@ -371,11 +387,12 @@ class _Builder:
             return DeviceExpertStore(
                 layout, self.pool, view, self.source, self.ops, copier, biases, self.quotas, room.may_grow,
                 max(0, ram_bytes(self.config) - self.snapshot_ram_bytes - self.swap_ram_bytes), n_threads,
-                self.config.residency,
+                self.config.residency, factors,
             )  # fmt: skip
         return HostExpertStore(
             layout, self.pool, view, self.source, copier, biases, self.n_buffers, self.quotas,
             room.may_grow, self.config.fill_on_read, n_threads, self.config.residency,
+            factors,
         )  # fmt: skip
 
     def _fill_store(self) -> None:

@@ -53,6 +53,7 @@ class DeviceExpertStore(ResidentSet):
         ram_bytes: int,
         n_threads: int,
         residency: ResidencyPolicy = "auto",
+        factors: list[dict[str, Array]] | None = None,
     ) -> None:
         super().__init__(layout, pool, view, quotas, may_grow, False, residency)
         self.source, self.ops, self.copier, self.n_threads = source, ops, copier, n_threads
@@ -67,7 +68,8 @@ class DeviceExpertStore(ResidentSet):
             start = int(view.entries_before[slot])
             entries = self._mirror[start : start + layer.n_experts * layer.n_pages]
             addresses = entries.reshape(layer.n_experts, layer.n_pages)
-            self._tables.append(ExpertTable(layer, layout.page_bytes, addresses, biases[slot]))
+            vectors = biases[slot], factors[slot] if factors else {}
+            self._tables.append(ExpertTable(layer, layout.page_bytes, addresses, *vectors))
 
     def waves(self, layer_slot: int, ids: Array) -> Iterator[Wave]:
         """One wave: every expert can be read, wherever it lies."""

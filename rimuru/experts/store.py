@@ -83,6 +83,7 @@ class HostExpertStore(ResidentSet):
         fill_on_read: bool = True,
         n_threads: int = 2,
         residency: ResidencyPolicy = "auto",
+        factors: list[dict[str, Array]] | None = None,
     ) -> None:
         super().__init__(layout, pool, view, quotas, may_grow, fill_on_read, residency)
         self.source, self.copier, self.n_threads = source, copier, n_threads
@@ -94,7 +95,7 @@ class HostExpertStore(ResidentSet):
         self._open_waves: Generator[Wave, None, None] | None = None
         self._executor = ThreadPoolExecutor(n_threads, thread_name_prefix="rimuru-read")
         self._tables = [
-            ExpertTable(layer, layout.page_bytes, view.layer(slot), biases[slot])
+            ExpertTable(layer, layout.page_bytes, view.layer(slot), biases[slot], factors[slot] if factors else {})
             for slot, layer in enumerate(layout.layers)
         ]
         self._buffers = self._take_buffers(n_buffers)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rimuru.formats import quants_encode_grid
 from rimuru.formats.quants import QuantFormat
 from rimuru.formats.quants_ref import IQ4_VALUES, MXFP4_VALUES
 
@@ -226,5 +227,5 @@ _ENCODERS: dict[str, Callable[[Floats], Bytes]] = {
     "f32": _f32, "f16": _f16, "bf16": _bf16,
     "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0,
     "q2_k": _q2_k, "q3_k": _q3_k, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
-    "iq4_nl": _iq4_nl, "iq4_xs": _iq4_xs, "mxfp4": _mxfp4,
+    "iq4_nl": _iq4_nl, "iq4_xs": _iq4_xs, "mxfp4": _mxfp4, **quants_encode_grid.ENCODERS,
 }  # fmt: skip

@@ -2,7 +2,8 @@
 
 `dequantize(raw, fmt)` takes rows as bytes, uint8 [..., row_bytes], and gives float32 [..., n]. Each decoder below gets
 blocks uint8 [n_blocks, block_bytes] and gives float32 [n_blocks, block_elements]. Multi-byte fields are little-endian.
-Encoders for test models are in quants_encode.py.
+Decoders of grids, ternary digits and NVFP4
+are in quants_ref_grid.py; encoders for test models in quants_encode.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from rimuru.formats import quants_ref_grid
 from rimuru.formats.quants import QuantFormat
 
 Blocks = NDArray[np.uint8]
@@ -191,5 +193,5 @@ _DECODERS: dict[str, Callable[[Blocks], Floats]] = {
     "f32": _f32, "f16": _f16, "bf16": _bf16,
     "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0,
     "q2_k": _q2_k, "q3_k": _q3_k, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
-    "iq4_nl": _iq4_nl, "iq4_xs": _iq4_xs, "mxfp4": _mxfp4,
+    "iq4_nl": _iq4_nl, "iq4_xs": _iq4_xs, "mxfp4": _mxfp4, **quants_ref_grid.DECODERS,
 }  # fmt: skip

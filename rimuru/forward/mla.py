@@ -53,6 +53,8 @@ class LatentAttention:
         values = reader.permuted(name, rows[:, spec.nope_dim :].reshape(-1))
         key_rows = reader.host(name)[rows[:, : spec.nope_dim].reshape(-1)]
         keys = dequantize(key_rows, build.gguf.tensors[name].format).reshape(spec.n_head, spec.nope_dim, -1)
+        factors = reader.factors(name)
+        keys = keys if factors is None else keys * factors
         return reader.computed(keys.transpose(0, 2, 1).reshape(-1, spec.nope_dim)), values
 
     def _reserve(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -61,16 +61,33 @@ class TensorReader:
         return self.ops.weight(raw.view(np.uint8), BY_NAME["f32"], raw.shape[1])
 
     def _upload(self, name: str, raw: np.ndarray) -> Weight:
-        info = self.gguf.tensors[name]
+        info, factors = self.gguf.tensors[name], self.factors(name)
         self.n_bytes += raw.nbytes
-        return self.ops.weight(raw, info.format, info.n_in)
+        weight = self.ops.weight(raw, info.format, info.n_in)
+        return weight if factors is None else replace(weight, factor=float(factors[0]))
+
+    def factors(self, name: str) -> np.ndarray | None:
+        """What the products of an NVFP4 tensor are multiplied with: float32, one number, or one for each expert."""
+        companion = name.removesuffix(".weight") + ".scale"
+        info = self.gguf.tensors.get(name)
+        if info is None or info.format.name != "nvfp4" or companion not in self.gguf.tensors:
+            return None
+        return dequantize(self.host(companion), self.gguf.tensors[companion].format).reshape(-1)
 
     def host_vector(self, name: str) -> np.ndarray | None:
-        """The tensor as float32 in host memory, in NumPy order (last file axis first); None where absent."""
+        """The tensor as float32 in host memory, in NumPy order (last file axis first); None where absent.
+
+        A bias is divided by its matrix's factor, which `linear` multiplies with the product and the bias.
+        """
         info = self.gguf.tensors.get(name)
         if info is None:
             return None
-        values = dequantize(self.host(name), info.format)
+        values, own = dequantize(self.host(name), info.format), self.factors(name)
+        if own is not None:
+            values = values * own
+        factors = self.factors(name.removesuffix(".bias") + ".weight") if name.endswith(".bias") else None
+        if factors is not None and factors.size == 1:
+            values = values / factors
         return np.ascontiguousarray(values.reshape(info.shape[::-1]), np.float32)
 
     def vector(self, name: str) -> Array | None:

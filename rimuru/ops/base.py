@@ -12,7 +12,7 @@ that token's inputs and the cache, in a fixed order of sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,10 +34,12 @@ class Weight:
     format: QuantFormat
     n_out: int
     n_in: int
+    factor: float = 1.0
+    """Of what `linear` makes of the matrix, bias included: NVFP4 tensors have one (forward/weights.py)."""
 
     def rows(self, start: int, stop: int) -> Weight:
         """The matrix of rows start..stop, sharing memory."""
-        return Weight(self.data[start:stop], self.format, stop - start, self.n_in)
+        return Weight(self.data[start:stop], self.format, stop - start, self.n_in, self.factor)
 
 
 @dataclass(slots=True)
@@ -90,6 +92,8 @@ class ExpertTable:
     page_bytes: int
     addresses: Array  # int64 [n_experts, n_pages]
     biases: dict[str, Array]  # "gate" | "up" | "down" -> [n_experts, n_rows] (gpt-oss), else empty
+    factors: dict[str, Array] = field(default_factory=dict)
+    """Of the products of "gate", "up" and "down", before the bias: float32 [n_experts] (NVFP4), else empty."""
 
 
 @dataclass(slots=True)
@@ -281,13 +285,13 @@ class Ops(Protocol):
         scale: float = 1.0,
         row_scale: Array | None = None,
     ) -> None:
-        """outs[i] (+)= scale * row_scale[t] * (weights[i] x + biases[i]) for matrices that share their input.
+        """outs[i] (+)= scale * row_scale[t] * weights[i].factor * (weights[i] x + biases[i]) for matrices that share x.
 
         outs[i] [T, n_out_i]; `add` accumulates into outs; row_scale [T].
         """
 
     def head_linear(self, x: Array, weight: Weight, n_head: int, heads: Act, out: Act) -> None:
-        """Every head through a matrix of its own: out[t, h] = [W_h x[t, h, :n_in] | x[t, h, n_in:]].
+        """Every head through a matrix of its own: out[t, h] = [factor * W_h x[t, h, :n_in] | x[t, h, n_in:]].
 
         x [T, n_head * (n_in + rest)]; weight: the n_head matrices [n_out, n_in] under each other; out [T, n_head *
         (n_out + rest)]. What follows the n_in inputs of a head is carried over. heads [T * n_head, n_in]: scratch.

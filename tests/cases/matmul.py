@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cases.common import Case, Inputs, Outputs, normal
+from rimuru.base.units import align_up
 from rimuru.formats.quants import BY_NAME, ENGINE_FORMATS, QuantFormat
 from rimuru.ops.base import Act, Ops
 
@@ -19,10 +20,14 @@ QUANTISED_TOLERANCE = 0.04
 _SCALE_FIELDS = {
     "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,),
     "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,),
+    "iq1_s": (0,), "iq2_xxs": (0,), "iq2_xs": (0,), "iq2_s": (0,), "iq3_xxs": (0,), "iq3_s": (0,), "tq1_0": (52,),
+    "tq2_0": (64,),
 }  # fmt: skip
 _STEPS = {  # about the root mean square of a weight over the block's scale
     "q4_0": 5, "q4_1": 9, "q5_0": 9, "q5_1": 18, "q8_0": 74, "q2_k": 14, "q3_k": 40, "q4_k": 280, "q5_k": 570,
     "q6_k": 1400, "iq4_nl": 62, "iq4_xs": 1150,
+    "iq1_s": 7, "iq1_m": 7, "iq2_xxs": 60, "iq2_xs": 60, "iq2_s": 60, "iq3_xxs": 120, "iq3_s": 160, "tq1_0": 0.8,
+    "tq2_0": 1.2,
 }  # fmt: skip
 
 
@@ -37,6 +42,13 @@ def random_rows(rng: np.random.Generator, fmt: QuantFormat, n_rows: int, n_in: i
     blocks = np.frombuffer(rng.bytes(n_blocks * fmt.block_bytes), np.uint8).reshape(n_blocks, -1).copy()
     if fmt.name == "mxfp4":
         blocks[:, 0] = rng.integers(119, 123, n_blocks)
+    if fmt.name == "nvfp4":
+        blocks[:, :4] = rng.integers(0, 0x14, (n_blocks, 4))
+    if fmt.name == "iq1_m":  # the scale's nibbles are the upper ones of four words
+        scales = (rng.uniform(0.5, 1.5, n_blocks) * std / _STEPS["iq1_m"]).astype(np.float16).view(np.uint16)
+        for i in range(4):
+            nibble = (scales >> (4 * i) & 15).astype(np.uint8)
+            blocks[:, 49 + 2 * i] = blocks[:, 49 + 2 * i] & 15 | nibble << 4
     for offset in _SCALE_FIELDS.get(fmt.name, ()):
         scales = (rng.uniform(0.5, 1.5, n_blocks) * std / _STEPS[fmt.name]).astype(np.float16)
         blocks[:, offset : offset + 2] = scales[:, None].view(np.uint8)
@@ -62,6 +74,7 @@ def linear_case(
     x_constant: float | None = None,
     kind: Any = "edge",
     tolerance: float | None = None,
+    factors: Sequence[float] | None = None,
 ) -> Case:
     """Matrices that share an input. full: with biases, adding onto the outputs, scaled by row and as a whole."""
     types = [BY_NAME[f] for f in formats]
@@ -78,6 +91,8 @@ def linear_case(
 
     def run(ops: Ops, inputs: Inputs) -> Outputs:
         weights = [ops.weight(raw, fmt, n_in) for raw, fmt in zip(inputs["raw"], types, strict=True)]
+        for weight, factor in zip(weights, factors or [1.0] * len(weights), strict=True):
+            weight.factor = factor
         outs = [ops.upload(before.copy()) for before in inputs["before"]]
         x = filled_act(ops, inputs["x"])
         if full:
@@ -104,6 +119,7 @@ def _edge_cases() -> list[Case]:
     cases = []
     for fmt in ENGINE_FORMATS:
         widths = (256, 768, 2816) if fmt.block_elements == 256 else (32, 96, 288, 1408)
+        widths = tuple(align_up(width, fmt.block_elements) for width in widths)
         rows = (127, 5, 3, 1)
         for i, width in enumerate(widths):
             for n_tokens in (1, 3, 8, 9, 40)[i % 2 :: 2]:
@@ -115,6 +131,10 @@ def _edge_cases() -> list[Case]:
         cases.append(
             linear_case(f"q, k, v of three types T={n_tokens}", mixed, [192, 64, 33], 512, n_tokens, full=True)
         )
+    for n_tokens in (1, 17):
+        three = ["nvfp4", "q8_0", "nvfp4"]
+        label = f"factors T={n_tokens}"
+        cases.append(linear_case(label, three, [64, 33, 40], 320, n_tokens, full=True, factors=(0.25, 1.0, 3.0)))
     cases.append(linear_case("f32 and q8_0 T=20", ["f32", "q8_0"], [60, 96], 256, 20))
     cases.append(linear_case("f32 router 70x80 T=1030", ["f32"], [70], 80, 1030, full=True))
     # Sums of constant blocks overflow 16-bit floats (known fault Q03).

@@ -65,7 +65,8 @@ def expert_table(ops: Ops, inputs: Inputs) -> tuple[ExpertTable, Any]:
     pool = ops.upload(inputs["pool"])
     addresses = address_of(pool) + inputs["pages"].astype(np.int64) * inputs["page_bytes"]
     biases = {name: ops.upload(values) for name, values in inputs["biases"].items()}
-    return ExpertTable(inputs["layout"], inputs["page_bytes"], ops.upload(addresses), biases), pool
+    factors = {name: ops.upload(values) for name, values in inputs["factors"].items()}
+    return ExpertTable(inputs["layout"], inputs["page_bytes"], ops.upload(addresses), biases, factors), pool
 
 
 def experts_case(
@@ -77,6 +78,7 @@ def experts_case(
     *,
     page_bytes: int = PAGE_ALIGN,
     biases: bool = False,
+    factors: bool = False,
     active: bool = False,
     repeated: bool = False,
     x_scale: float = 1.0,
@@ -96,6 +98,9 @@ def experts_case(
             "before": normal(rng, n_tokens, n_in), "layout": layout, "page_bytes": page_bytes,
             "active": rng.permutation(spec.n_experts) % 3 != 0 if active else None,
             "biases": {p.name: normal(rng, spec.n_experts, p.n_rows) for p in layout.projections} if biases else {},
+            "factors": {
+                p.name: rng.uniform(0.25, 4, spec.n_experts).astype(np.float32) for p in layout.projections
+            } if factors else {},
         }  # fmt: skip
 
     def run(ops: Ops, inputs: Inputs) -> Outputs:
@@ -186,12 +191,14 @@ def _edge_cases() -> list[Case]:
         for n in (1, 5, 60):
             cases.append(experts_case(f"{name} T={n}", dict.fromkeys(_Q4_K_M, name), narrow, 160, n))
     wide = MoeSpec(6, 2, 512)
-    for name in ("q2_k", "q3_k", "q5_k", "iq4_xs"):
+    for name in ("q2_k", "q3_k", "q5_k", "iq4_xs", "iq1_m", "iq2_xxs", "iq2_s", "iq3_s", "tq1_0"):
         for n in (2, 50):
             cases.append(experts_case(f"{name} T={n}", dict.fromkeys(_Q4_K_M, name), wide, 256, n))
     mixed = {"gate": "q5_k", "up": "q6_k", "down": "q8_0"}
     for n in (1, 7, 64):
         cases.append(experts_case(f"three types T={n}", mixed, MoeSpec(5, 2, 288), 256, n, biases=True))
+        four_bits = dict.fromkeys(_Q4_K_M, "nvfp4")
+        cases.append(experts_case(f"factors T={n}", four_bits, MoeSpec(8, 2, 128), 192, n, factors=True))
         oai = MoeSpec(16, 4, 96, "softmax_selected", activation="swiglu_oai")
         cases.append(experts_case(f"biases T={n}", dict.fromkeys(_Q4_K_M, "mxfp4"), oai, 288, n, biases=True))
         relu = MoeSpec(8, 2, 64, activation="relu2", gated=False)

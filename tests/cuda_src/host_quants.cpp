@@ -45,6 +45,8 @@ static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     return out;
 }
 
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
 static inline int __dp4a(int a, int b, int c) {
     for (int i = 0; i < 4; i++) c += (int)(int8_t)(a >> (8 * i)) * (int)(int8_t)(b >> (8 * i));
     return c;
@@ -105,3 +107,5 @@ static float row_dot(const u8* row, int n_pieces, const i8* values, const float*
 
 EXPORT(f32) EXPORT(f16) EXPORT(bf16) EXPORT(q4_0) EXPORT(q4_1) EXPORT(q5_0) EXPORT(q5_1) EXPORT(q8_0)
 EXPORT(q2_k) EXPORT(q3_k) EXPORT(q4_k) EXPORT(q5_k) EXPORT(q6_k) EXPORT(iq4_nl) EXPORT(iq4_xs) EXPORT(mxfp4)
+EXPORT(iq1_s) EXPORT(iq1_m) EXPORT(iq2_xxs) EXPORT(iq2_xs) EXPORT(iq2_s) EXPORT(iq3_xxs) EXPORT(iq3_s)
+EXPORT(tq1_0) EXPORT(tq2_0) EXPORT(nvfp4)

@@ -42,6 +42,10 @@ COMMON = [
     moe.up_kernel(None, "q5_0", 1, 8, 1), moe.up_matrix_kernel("q4_k", "q6_k", moe.up_matrix_shape(20)),
     moe.up_matrix_kernel("q4_k", "q6_k", moe.up_matrix_shape(50)),
     moe.up_matrix_kernel(None, "q5_0", moe.up_matrix_shape(50)),
+    moe.up_kernel("nvfp4", "nvfp4", 2, *moe.up_shape(2048, 2), True),
+    moe.down_kernel("nvfp4", 2, *moe.down_shape(768, 2), True),
+    moe.up_matrix_kernel("nvfp4", "nvfp4", moe.up_matrix_shape(4), True),
+    moe.down_matrix_kernel("nvfp4", moe.down_matrix_shape(100), True),
 ]  # fmt: skip
 # The decoding headers do not know the architecture, so each type is compiled once, the architectures taking turns.
 TYPES = [

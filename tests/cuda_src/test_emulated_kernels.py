@@ -24,11 +24,12 @@ pytestmark = pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compi
 
 LINEAR = (
     "q, k, v of three types T=1", "q, k, v of three types T=17", "q4_k 300x512 T=130", "q5_0 3x288 T=8",
-    "f32 and q8_0 T=20", "f32 router 70x80 T=1030", "q4_k constant 1e5 T=1",
+    "f32 and q8_0 T=20", "f32 router 70x80 T=1030", "q4_k constant 1e5 T=1", "factors T=1", "factors T=17",
+    "iq1_s 127x256 T=1", "iq2_xs 127x256 T=40", "iq3_xxs 300x512 T=130", "tq2_0 5x768 T=9",
 )  # fmt: skip
 EXPERTS = (
     "q4_k_m T=1", "q4_k_m T=8", "q4_k_m T=20", "three types T=7", "mxfp4 T=60", "biases T=64", "no gate T=64",
-    "q8_0 T=700",
+    "q8_0 T=700", "factors T=1", "factors T=7", "factors T=64", "iq1_m T=2", "iq2_s T=2", "iq3_s T=2",
 )  # fmt: skip
 ROUTES = ("ties", "E01 renormalised", "sigmoid in groups", "selected", "512 experts, the last ones win")
 
@@ -121,7 +122,8 @@ def test_kernels_are_known_before_they_are_needed(
         layout = inputs["layout"]
         hidden = layout.projection("up").n_rows
         spec = MoeSpec(layout.n_experts, inputs["ids"].shape[1], hidden)
-        known = [*moe.experts_kernels(layout, spec, n_tokens, deterministic), *matmul.COMMON_KERNELS]
+        scaled = bool(inputs["factors"])
+        known = [*moe.experts_kernels(layout, spec, n_tokens, deterministic, scaled), *matmul.COMMON_KERNELS]
     else:
         known = matmul.linear_kernels(weights, n_tokens, deterministic)
     assert {id(kernel) for kernel in launched} <= {id(kernel) for kernel in known}

@@ -13,6 +13,7 @@ from cases.matmul import random_rows
 
 from rimuru.formats.quants import ENGINE_FORMATS, QuantFormat
 from rimuru.formats.quants_ref import dequantize
+from rimuru.ops.cuda import loader
 
 HERE = Path(__file__).resolve().parent
 
@@ -22,19 +23,25 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler on this machine")
-    out = tmp_path_factory.mktemp("host") / "quants.so"
+    folder = tmp_path_factory.mktemp("host")
+    out = folder / "quants.so"
+    for path, text in loader.WRITTEN.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(text())
     command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
-    include = f"-I{HERE.parents[1] / 'cuda_src'}"
-    subprocess.run([*command, include, str(HERE / "host_quants.cpp"), "-o", str(out)], check=True)
+    include = [f"-I{HERE.parents[1] / 'cuda_src'}", f"-I{folder}"]
+    subprocess.run([*command, *include, str(HERE / "host_quants.cpp"), "-o", str(out)], check=True)
     return ctypes.CDLL(str(out))
 
 
 def mixed_rows(rng: np.random.Generator, fmt: QuantFormat, n_rows: int, n_in: int) -> np.ndarray:
-    """Random rows; MXFP4 with exponents from the whole range."""
+    """Random rows; MXFP4 and NVFP4 with scales from the whole range."""
     rows = random_rows(rng, fmt, n_rows, n_in)
     if fmt.name == "mxfp4":
         blocks = rows.reshape(-1, fmt.block_bytes)
         blocks[:, 0] = rng.choice([0, 1, 2, 100, 120, 127, 130, 200], len(blocks))
+    if fmt.name == "nvfp4":
+        rows.reshape(-1, fmt.block_bytes)[:, :4] = rng.integers(0, 256, (rows.size // fmt.block_bytes, 4))
     return rows
 
 
@@ -50,7 +57,7 @@ def quantize_act(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("fmt", ENGINE_FORMATS, ids=lambda f: f.name)
 def test_decoding_is_exact(library: ctypes.CDLL, fmt: QuantFormat) -> None:
     rng = np.random.default_rng(fmt.ggml_id)
-    n_in = 1024 if fmt.block_elements == 256 else 352
+    n_in = 1024 if fmt.block_elements == 256 else 320
     rows = mixed_rows(rng, fmt, 5, n_in)
     want = dequantize(rows, fmt)
     # Each row is decoded in place (odd addresses where the block size is odd), and with a word of memory around it.
@@ -71,7 +78,7 @@ def test_integer_dot_equals_the_product_with_decoded_activations(
     library: ctypes.CDLL, fmt: QuantFormat, kind: str
 ) -> None:
     rng = np.random.default_rng(100 + fmt.ggml_id)
-    n_in = 512 if fmt.block_elements == 256 else 352
+    n_in = 512 if fmt.block_elements == 256 else 320
     rows = mixed_rows(rng, fmt, 1, n_in)
     x = rng.standard_normal(n_in).astype(np.float32) if kind == "normal" else np.full(n_in, 3000, np.float32)
     values, scales, sums = quantize_act(x)

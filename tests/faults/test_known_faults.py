@@ -149,13 +149,13 @@ def test_types_that_cannot_run_are_all_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """L13: refused from the header, naming type and tensor."""
-    types = {"blk.1.ffn_up_exps.weight": "iq1_s", "blk.0.attn_q.weight": "iq2_xxs"}
+    types = {"blk.1.ffn_up_exps.weight": "q1_0", "blk.0.attn_q.weight": "q2_0"}
     monkeypatch.setattr(make_random_gguf, "_mixed_format", lambda name, *_: BY_NAME[types.get(name, "q8_0")])
     monkeypatch.setattr(
         make_random_gguf, "quantize", lambda x, fmt: np.zeros(x.size // fmt.block_elements * fmt.block_bytes, np.uint8)
     )
-    path = write_random_model(tmp_path / "iq1.gguf", quant="mixed", block_count=2)
-    refused(capsys, path, "IQ1_S", "blk.1.ffn_up_exps.weight", "IQ2_XXS", "blk.0.attn_q.weight")
+    path = write_random_model(tmp_path / "refused.gguf", quant="mixed", block_count=2)
+    refused(capsys, path, "Q1_0", "blk.1.ffn_up_exps.weight", "Q2_0", "blk.0.attn_q.weight")
 
 
 def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

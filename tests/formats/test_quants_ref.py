@@ -8,6 +8,7 @@ import pytest
 
 from rimuru.formats.quants import BY_ID, BY_NAME, ENGINE_FORMATS, QuantFormat
 from rimuru.formats.quants_encode import quantize
+from rimuru.formats.quants_grid import GRIDS, even_signs, grid, levels
 from rimuru.formats.quants_ref import dequantize
 
 FORMATS = pytest.mark.parametrize("fmt", ENGINE_FORMATS, ids=lambda fmt: fmt.name)
@@ -36,11 +37,31 @@ def test_decodes_every_mxfp4_scale_like_the_gguf_package() -> None:
     np.testing.assert_array_equal(bits(dequantize(raw, BY_NAME["mxfp4"])), bits(wanted))
 
 
+def test_decodes_every_nvfp4_scale_like_the_gguf_package() -> None:
+    raw = np.random.default_rng(0).integers(0, 256, (64, 36), dtype=np.uint8)
+    raw[:, :4] = np.arange(256).reshape(64, 4)
+    wanted = gguf.dequantize(raw, gguf.GGMLQuantizationType.NVFP4)
+    np.testing.assert_array_equal(bits(dequantize(raw, BY_NAME["nvfp4"])), bits(wanted))
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_grids_are_those_of_the_gguf_package(name: str) -> None:
+    kind = getattr(gguf.quants, name.upper())
+    assert grid(name).shape == kind.grid_shape and grid(name).dtype == np.int8
+    np.testing.assert_array_equal(grid(name), kind.grid.reshape(kind.grid_shape))
+    assert levels(name) == tuple(kind.grid_map)
+
+
+def test_sign_indices_are_those_of_the_gguf_package() -> None:
+    np.testing.assert_array_equal(even_signs(), np.frombuffer(gguf.quants.IQ2_XXS.ksigns, np.uint8))
+
+
 # Normalised squared error of simple encoders on normal values: about 4^-bits, times a format's own factor.
 WORST_NMSE = {
     "f32": 0.0, "f16": 1e-6, "bf16": 1e-5, "q4_0": 1e-2, "q4_1": 1e-2, "q5_0": 2.5e-3, "q5_1": 2.5e-3, "q8_0": 1e-4,
     "q2_k": 0.15, "q3_k": 0.05, "q4_k": 1e-2, "q5_k": 2.5e-3, "q6_k": 1e-3, "iq4_nl": 1e-2, "iq4_xs": 1e-2,
-    "mxfp4": 3e-2,
+    "mxfp4": 3e-2, "iq1_s": 0.25, "iq1_m": 0.22, "iq2_xxs": 0.14, "iq2_xs": 0.11, "iq2_s": 0.08, "iq3_xxs": 0.045,
+    "iq3_s": 0.03, "tq1_0": 0.21, "tq2_0": 0.21, "nvfp4": 2e-2,
 }  # fmt: skip
 
 
@@ -79,4 +100,4 @@ def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="no multiple of a q4_k block"):
         quantize(np.zeros(32), BY_NAME["q4_k"])
     with pytest.raises(KeyError):
-        dequantize(np.zeros(50, np.uint8), BY_NAME["iq1_s"])
+        dequantize(np.zeros(292, np.uint8), BY_NAME["q8_k"])

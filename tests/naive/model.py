@@ -65,7 +65,12 @@ class Weights:
     def __getitem__(self, name: str) -> Array:
         info = self.gguf.tensors[self.prefix + name]
         raw = self.gguf.raw(info.name).reshape(info.n_rows, info.row_bytes)
-        return dequantize(raw, info.format).astype(np.float64).reshape(info.shape[::-1])
+        values = dequantize(raw, info.format).astype(np.float64).reshape(info.shape[::-1])
+        companion = info.name.removesuffix(".weight") + ".scale"
+        if info.format.name == "nvfp4" and companion in self.gguf.tensors:  # one number, or one for each expert
+            factors = self.gguf.raw(companion).view("<f4").astype(np.float64)
+            values = values * factors.reshape(-1, *[1] * (values.ndim - 1))
+        return values
 
     def linear(self, x: Array, name: str) -> Array:
         """W x, plus the bias where there is one."""

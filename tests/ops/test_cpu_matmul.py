@@ -25,7 +25,9 @@ BATCHES = (1, 2, 3, 7, 16, 33, 130)
 def widths(fmt: QuantFormat) -> tuple[int, ...]:
     if fmt.is_float:
         return (1, 15, 64, 300, 1440)
-    return (256, 512, 768, 2816) if fmt.block_elements == 256 else (32, 64, 96, 288, 320, 1408, 1440)
+    if fmt.block_elements == 256:
+        return (256, 512, 768, 2816)
+    return tuple(n for n in (32, 64, 96, 288, 320, 1408, 1440) if n % fmt.block_elements == 0)
 
 
 def filled(values: np.ndarray) -> Act:
@@ -162,7 +164,7 @@ def test_not_a_number_stays_in_its_token() -> None:
 
 @pytest.mark.parametrize("name", BLOCKED)
 def test_odd_scales(name: str) -> None:
-    """Negative, zero and subnormal scales; for MXFP4 the ends of the exponent's range."""
+    """Negative, zero and subnormal scales; for MXFP4 and NVFP4 the ends of the scales' range."""
     fmt = BY_NAME[name]
     rng = np.random.default_rng(7)
     n_in = 512
@@ -171,8 +173,14 @@ def test_odd_scales(name: str) -> None:
     if name == "mxfp4":
         for row, exponent in enumerate((0, 1, 2, 3, 126, 200, 20, 100)):
             blocks[row, :, 0] = exponent
+    elif name == "nvfp4":
+        blocks[:, :, :4] = rng.choice([0, 1, 7, 8, 0x77, 0x7E, 0x7F, 0x80, 0xFF], blocks[:, :, :4].shape)
+    elif name == "iq1_m":  # a nibble of the scale on top of each of the last words
+        for row, bits in enumerate((0x0000, 0x8000, 0x0001, 0x8001, 0x0032, 0xA51F, 0x3C00, 0xBC00)):
+            for i in range(4):
+                blocks[row, :, 49 + 2 * i] = blocks[row, :, 49 + 2 * i] & 15 | (bits >> (4 * i) & 15) << 4
     else:
-        at = {"q2_k": 80, "q3_k": 108, "q6_k": 208}.get(name, 0)
+        at = {"q2_k": 80, "q3_k": 108, "q6_k": 208, "tq1_0": 52, "tq2_0": 64}.get(name, 0)
         for row, scale in enumerate((0.0, -0.0, 6e-8, -6e-8, 3e-6, -0.02, 1.0, -1.0)):
             blocks[row, :, at : at + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
     w = weight(raw, name, n_in)
@@ -190,6 +198,16 @@ def test_mxfp4_exponents_match_the_decoder() -> None:
     out = np.empty((256, 32), np.float32)
     embed.embed(weight(raw, "mxfp4", 32), np.arange(256, dtype=np.int32), 1.0, out)
     assert np.array_equal(out, dequantize(raw, BY_NAME["mxfp4"]))
+
+
+def test_nvfp4_scales_match_the_decoder() -> None:
+    """Every scale byte, through the embedding verb: exact."""
+    raw = np.zeros((64, 36), np.uint8)
+    raw[:, :4] = np.arange(256).reshape(64, 4)
+    raw[:, 4:] = np.tile(np.arange(8) * 34 + 16, 4)  # codes 0 to 15 in each sub-block
+    out = np.empty((64, 64), np.float32)
+    embed.embed(weight(raw, "nvfp4", 64), np.arange(64, dtype=np.int32), 1.0, out)
+    assert np.array_equal(out, dequantize(raw, BY_NAME["nvfp4"]))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -234,5 +252,5 @@ def test_widths_without_blocks_have_no_8_bit_form() -> None:
 
 
 def test_unknown_format() -> None:
-    with pytest.raises(UnsupportedModelError, match="iq2_xs"):
-        dot.kernels("iq2_xs")
+    with pytest.raises(UnsupportedModelError, match="q8_k"):
+        dot.kernels("q8_k")

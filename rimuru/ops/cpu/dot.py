@@ -7,10 +7,12 @@ from functools import cache
 
 from rimuru.base.errors import UnsupportedModelError
 from rimuru.ops.cpu import dot_kernels, quantize_record, simd_build
-from rimuru.ops.cpu.dot_formats import FORMATS, DotFormat
+from rimuru.ops.cpu.dot_formats import PLAIN_FORMATS, DotFormat
+from rimuru.ops.cpu.dot_formats_grid import GRID_FORMATS
 from rimuru.ops.cpu.simd import Isa
 
 FLOAT_FORMATS = ("f32", "f16", "bf16")
+FORMATS: dict[str, DotFormat] = PLAIN_FORMATS | GRID_FORMATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class DotKernels:
     is_float: bool
     per_16: bool
     has_minimum: bool
+    float_sub_scales: bool
 
     def panel_row_bytes(self, n_in: int) -> int:
         """Bytes of an expanded row."""
@@ -39,7 +42,7 @@ def kernels(name: str, isa: Isa | None = None) -> DotKernels:
     fmt: DotFormat | str
     if name in FORMATS:
         fmt = FORMATS[name]
-        kind = "".join(part for part, on in zip(("sub", "min"), fmt.kind, strict=True) if on) or "plain"
+        kind = "".join(part for part, on in zip(("sub", "min", "float"), fmt.kind, strict=True) if on) or "plain"
         offset = fmt.offset
     elif name in FLOAT_FORMATS:
         fmt, kind, offset = name, "float", 0
@@ -57,7 +60,7 @@ def kernels(name: str, isa: Isa | None = None) -> DotKernels:
         tuple(tiles),
         offset,
         isinstance(fmt, str),
-        *((False, False) if isinstance(fmt, str) else fmt.kind),
+        *((False, False, False) if isinstance(fmt, str) else fmt.kind),
     )
 
 

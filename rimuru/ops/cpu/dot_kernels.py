@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from rimuru.formats.quants import BY_NAME
 from rimuru.ops.cpu.dot_formats import BLOCKS, DotFormat, Unpacked
 from rimuru.ops.cpu.quantize_record import QUANTS_AT, RECORD_BYTES, SCALES_AT, SUMS16_AT, SUMS32_AT
 from rimuru.ops.cpu.simd import F16, F32, F32X8, F32X16, I8, I16, I32, I32X8, I32X16, I64, Emitter, Kernel, V, Var
@@ -65,8 +66,11 @@ def _accumulate(k: Kernel, acc: V, w: Unpacked, a: _Act) -> V:
             part = a.starts[h]
             for p in (2 * h, 2 * h + 1):
                 part = k.dot4(part, w.quads[p], a.quad(p))
-            parts.append(part * w.sub_scales[h].twice())
-        lanes = parts[0] + parts[1]
+            parts.append(part)
+        if w.sub_scales[0].type == F32X8:
+            sums = [(part.low() + part.high()).to_f32() * sub for part, sub in zip(parts, w.sub_scales, strict=True)]
+            return k.fma(sums[0] + sums[1], w.scale * a.scale, acc)
+        lanes = parts[0] * w.sub_scales[0].twice() + parts[1] * w.sub_scales[1].twice()
     total = lanes.low() + lanes.high()
     acc = k.fma(total.to_f32(), w.scale * a.scale, acc)
     if w.sub_minimums is not None:
@@ -120,7 +124,7 @@ class _Row:
         self.fmt = fmt
         self.n_whole = n_in >> 8
         self.n_rest = (n_in & 255) >> 5
-        self.has_rest = fmt.super_bytes % BLOCKS == 0 and fmt.name[-2:] not in ("_k", "xs")
+        self.has_rest = BY_NAME[fmt.name].block_elements < 256
         if self.has_rest:
             self.copy = k.scratch(fmt.super_bytes)
             with k.loop(k.i64(fmt.super_bytes)) as i:
@@ -190,9 +194,10 @@ class _PanelRecord(Sequence[V]):
         return self.k.load(self.at + 64 * p, I32X16)
 
 
-def _from_panel(k: Kernel, at: V, per_16: bool, has_minimum: bool) -> Unpacked:
+def _from_panel(k: Kernel, at: V, per_16: bool, has_minimum: bool, float_sub_scales: bool) -> Unpacked:
     def pair(offset: int) -> tuple[V, V]:
-        return k.load(at + offset, I32X8), k.load(at + offset + 32, I32X8)
+        type_ = F32X8 if float_sub_scales else I32X8
+        return k.load(at + offset, type_), k.load(at + offset + 32, type_)
 
     return Unpacked(
         _PanelRecord(k, at),
@@ -204,11 +209,11 @@ def _from_panel(k: Kernel, at: V, per_16: bool, has_minimum: bool) -> Unpacked:
 
 
 def emit_tile(
-    kind: tuple[bool, bool], n_tokens: int,
+    kind: tuple[bool, bool, bool], n_tokens: int,
     k: Kernel, panel: V, panel_row_bytes: V, n_rows: V, n_in: V, tokens: V, out: V, out_stride: V, offset: V,
 ) -> None:  # fmt: skip
     """TILE_ROWS rows x n_tokens tokens in registers."""
-    per_16, has_minimum = kind
+    per_16, has_minimum, float_sub_scales = kind
     starts = [k.load(tokens + 8 * t, I64) for t in range(n_tokens)]
     offset_lanes = offset.trunc(I32).splat(8)
     with k.loop(n_rows, step=TILE_ROWS) as first:
@@ -217,7 +222,7 @@ def emit_tile(
         with k.loop(_n_super(n_in)) as s:
             acts = [_Act(k, start + s * RECORD_BYTES, per_16, has_minimum, offset_lanes) for start in starts]
             for r, row in enumerate(rows):
-                w = _from_panel(k, row + s * PANEL_BYTES, per_16, has_minimum)
+                w = _from_panel(k, row + s * PANEL_BYTES, per_16, has_minimum, float_sub_scales)
                 for t, act in enumerate(acts):
                     accs[r][t].set(_accumulate(k, accs[r][t].get(), w, act))
         _store_tile(k, accs, out + first * 4, out_stride)

@@ -14,18 +14,19 @@ from rimuru.ops.cpu.work import Worker
 
 (
     _COUNTER, _N_TOKENS, _IDS, _TABLE, _ROW_BYTES, _N_IN, _OUT, _OUT_STRIDE, _EXPAND_FN, _OFFSET, _IS_FLOAT, _PER_16,
-    _HAS_MINIMUM, _SCRATCH, _SCRATCH_BYTES, _CHUNK, _SCALE,
-) = range(17)  # fmt: skip
-_HEADER = 17
+    _HAS_MINIMUM, _FLOAT_SUBS, _SCRATCH, _SCRATCH_BYTES, _CHUNK, _SCALE,
+) = range(18)  # fmt: skip
+_HEADER = 18
 
 
 @njit(cache=True, nogil=True, fastmath=False)
-def _decode_superblock(panel, offset, per_16, has_minimum, n, factor, out):  # type: ignore[no-untyped-def]
+def _decode_superblock(panel, offset, per_16, has_minimum, float_subs, n, factor, out):  # type: ignore[no-untyped-def]
     """First n weights of a panel record (dot_kernels.py), times factor, in the order of the row."""
     quants = u8_at(panel, 256)
     scales = f32_at(panel + SCALE_AT, 8)
     minimums = f32_at(panel + MINIMUM_AT, 8)
     sub_scales = i32_at(panel + SUB_SCALE_AT, 16)
+    float_sub_scales = f32_at(panel + SUB_SCALE_AT, 16)
     sub_minimums = i32_at(panel + SUB_MINIMUM_AT, 16)
     y = f32_at(out, n)
     zero = np.float32(0.0)
@@ -35,7 +36,8 @@ def _decode_superblock(panel, offset, per_16, has_minimum, n, factor, out):  # t
         scale = scales[block]
         minimum = minimums[block] if has_minimum else zero
         if per_16:
-            scale = scale * np.float32(sub_scales[half * 8 + block])
+            sub = half * 8 + block
+            scale = scale * (float_sub_scales[sub] if float_subs else np.float32(sub_scales[sub]))
             if has_minimum:
                 minimum = minimum * np.float32(sub_minimums[half * 8 + block])
         value = scale * np.float32(np.int32(quants[step * 32 + block * 4 + element]) - offset)
@@ -64,7 +66,7 @@ def _embed_worker(context, index):  # type: ignore[no-untyped-def]
                 for s in range((n_in + 255) // 256):
                     _decode_superblock(
                         panel + s * PANEL_BYTES, c[_OFFSET], c[_PER_16] != 0, c[_HAS_MINIMUM] != 0,
-                        min(256, n_in - s * 256), factor, out + s * 1024,
+                        c[_FLOAT_SUBS] != 0, min(256, n_in - s * 256), factor, out + s * 1024,
                     )  # fmt: skip
 
 
@@ -80,7 +82,7 @@ def embed(table: Weight, token_ids: np.ndarray, scale: float, out: np.ndarray) -
     space.context[:_SCALE] = (
         0, n_tokens, address_of(token_ids), address_of(table.data), table.data.strides[0], table.n_in, address_of(out),
         out.strides[0], kernels.expand, kernels.offset, kernels.is_float, kernels.per_16, kernels.has_minimum,
-        space.reserve(n_bytes), n_bytes, max(1, n_tokens // 16),
+        kernels.float_sub_scales, space.reserve(n_bytes), n_bytes, max(1, n_tokens // 16),
     )  # fmt: skip
     space.context_f64[_SCALE] = scale
     launch(_embed_worker.address, space.context_address, n_tokens * table.n_in >= _PARALLEL_ELEMENTS)

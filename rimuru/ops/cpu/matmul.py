@@ -18,6 +18,7 @@ from rimuru.ops.cpu.quantize import quantize_act
 from rimuru.ops.cpu.simd_calls import call, f32_at, f64_at, fetch_add, i64_at
 from rimuru.ops.cpu.simd_launch import address_of, launch, threads, workspace
 from rimuru.ops.cpu.work import Worker
+from rimuru.ops.factors import with_factors
 
 PANEL_ROWS = 16
 TILE_TOKENS = 64
@@ -146,6 +147,7 @@ _SMALL_WORK = 1 << 17
 """Weights times tokens below which waking other cores costs more than it saves."""
 
 
+@with_factors
 def linear(
     x: Act,
     weights: Sequence[Weight],
@@ -234,8 +236,10 @@ def head_linear(x: np.ndarray, weight: Weight, n_head: int, heads: Act, out: Act
     jobs[:, (_BIAS, _CHUNK_ROWS)] = 0, rows
     jobs[:, _FIRST_CHUNK] = head % _MAX_JOBS * chunks
     jobs[:, _ROWS_FN:] = _kernel_fields(weight)
+    plain = weight.factor == 1.0
     for first in range(0, n_head, _MAX_JOBS):
         part = jobs[first : first + _MAX_JOBS]
         n_jobs = len(part)
         parallel = n_jobs * n_out * n_in * n_tokens >= _SMALL_WORK
-        _run(part.reshape(-1), (n_jobs * chunks, n_jobs, n_tokens, 0, 0, 1), n_in, 1.0, parallel)
+        head_fields = (n_jobs * chunks, n_jobs, n_tokens, 0, 0, plain)
+        _run(part.reshape(-1), head_fields, n_in, weight.factor, parallel)

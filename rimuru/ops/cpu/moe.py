@@ -50,9 +50,9 @@ _BUFFER_FLOATS = TILE_TOKENS * DOWN_ROWS + PANEL_ROWS  # the last tile of a pane
 _HEADER = 24
 (
     _ROW_BYTES, _ROWS_PER_PAGE, _FIRST_PAGE, _N_IN, _BIAS, _BIAS_BYTES, _X, _X_STRIDE,
-    _ROWS_FN, _EXPAND_FN, _TILE_1, _TILE_2, _TILE_4, _OFFSET, _PANEL_ROW_BYTES, _IS_FLOAT,
-) = range(16)  # fmt: skip
-_PROJECTION = 16
+    _ROWS_FN, _EXPAND_FN, _TILE_1, _TILE_2, _TILE_4, _OFFSET, _PANEL_ROW_BYTES, _IS_FLOAT, _FACTOR,
+) = range(17)  # fmt: skip
+_PROJECTION = 17
 _GATE, _UP, _DOWN = range(3)
 
 # ---- a group: [expert, first pair, pairs, first up task, first down task, up tasks done, up tasks]
@@ -126,7 +126,7 @@ def _find_group(c, task, column):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True, fastmath=False)
 def _project(c, p, expert, first, n_rows, tokens, n_tokens, out, stride, panel):  # type: ignore[no-untyped-def]
-    """out[t][r] = row first + r of a projection . x[tokens[t]], plus its bias. Addresses; stride in bytes.
+    """out[t][r] = row first + r of a projection . x[tokens[t]], times its factor, plus its bias. stride in bytes.
 
     Rows are found through the expert's pages, which need not be neighbours.
     """
@@ -149,6 +149,12 @@ def _project(c, p, expert, first, n_rows, tokens, n_tokens, out, stride, panel):
                 panel, p[_PANEL_ROW_BYTES], n, p[_N_IN], tokens, n_tokens, out + r0 * 4, stride,
                 p[_OFFSET], p[_TILE_1], p[_TILE_2], p[_TILE_4],
             )  # fmt: skip
+    if p[_FACTOR] != 0:
+        factor = f32_at(p[_FACTOR] + expert * 4, 1)[0]
+        for t in range(n_tokens):
+            row = f32_at(out + t * stride, n_rows)
+            for r in range(n_rows):
+                row[r] *= factor
     if p[_BIAS] != 0:
         bias = f32_at(p[_BIAS] + expert * p[_BIAS_BYTES] + first * 4, n_rows)
         for t in range(n_tokens):
@@ -253,19 +259,20 @@ def moe_scratch(max_tokens: int, spec: MoeSpec, n_in: int) -> MoeScratch:
     return MoeScratch(np.zeros((n_pairs, n_in), np.float32), private)
 
 
-def _describe(p: ProjectionLayout, biases: dict[str, np.ndarray], x: Act | None, scratch: MoeScratch) -> list[int]:
+def _describe(p: ProjectionLayout, table: ExpertTable, x: Act | None) -> list[int]:
     """A projection's fields of the context. x None: its input is the hidden buffer, found by pair."""
     kernels = dot.kernels(p.format.name)
     source, stride = 0, 0
     if x is not None:
         array = x.f32 if kernels.is_float else x.quant.records
         source, stride = address_of(array), array.strides[0]
-    bias = biases.get(p.name)
+    bias, factors = table.biases.get(p.name), table.factors.get(p.name)
     tiles = kernels.tiles
     return [
         p.row_bytes, p.rows_per_page, p.first_page, p.n_in, 0 if bias is None else address_of(bias),
         0 if bias is None else bias.strides[0], source, stride, kernels.rows, kernels.expand, tiles[0], tiles[1],
         tiles[2] if len(tiles) > 2 else 0, kernels.offset, kernels.panel_row_bytes(p.n_in), kernels.is_float,
+        0 if factors is None else address_of(factors),
     ]  # fmt: skip
 
 
@@ -274,7 +281,7 @@ def moe_experts(
 ) -> None:
     """For every (token, slot) whose expert is active: scratch.out[t * k + slot] = expert(x[t]); see ops/base.py.
 
-    ids int32 [T, k] contiguous; active bool [n_experts]; biases float32 [n_experts, n_rows].
+    ids int32 [T, k] contiguous; active bool [n_experts]; biases and factors float32.
     """
     gate, up, down = (table.layout.projection(name) for name in ("gate", "up", "down"))
     if up is None or down is None:
@@ -292,9 +299,9 @@ def moe_experts(
         address_of(scratch.out), address_of(private.groups), address_of(private.group_of),
         address_of(private.pairs), dot.quantizer(),
         dot_activations.glu_kernel(spec.activation, gate is not None), space.reserve(n_bytes), n_bytes,
-        *_describe(up if gate is None else gate, table.biases, x, scratch),
-        *_describe(up, table.biases, x, scratch),
-        *_describe(down, table.biases, None, scratch),
+        *_describe(up if gate is None else gate, table, x),
+        *_describe(up, table, x),
+        *_describe(down, table, None),
     ]  # fmt: skip
     space.context[: len(fields)] = fields
     _group_pairs(space.context_address)

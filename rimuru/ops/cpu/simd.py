@@ -301,6 +301,16 @@ class Kernel:
         zeros = self.const(0.0, F32X16)
         return self.call_named("llvm.masked.load.v16f32.p0", F32X16, pointer, self.const(4, I32), mask, zeros)
 
+    def constants(self, name: str, values: Sequence[int], element: ir.Type) -> V:
+        """Address of a table that is a part of the code."""
+        table = self.module.globals.get(name)
+        if table is None:
+            type_ = ir.ArrayType(element, len(values))
+            table = ir.GlobalVariable(self.module, type_, name)
+            table.global_constant, table.linkage, table.align = True, "internal", 64
+            table.initializer = ir.Constant(type_, [int(v) & ((1 << element.width) - 1) for v in values])
+        return V(self, self.b.ptrtoint(table, I64))
+
     def scratch(self, n_bytes: int) -> V:
         """Address of n_bytes of stack."""
         with self.b.goto_entry_block():

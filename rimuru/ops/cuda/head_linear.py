@@ -17,7 +17,8 @@ def head_linear_kernel(format_name: str) -> Kernel:
     return Kernel(
         "matmul/head_linear.cu",
         "head_linear",
-        "x: f32*, weights: u8*, out: f32*, n_tokens: i32, n_head: i32, n_in: i32, n_out: i32, rest: i32,row_bytes: i64",
+        "x: f32*, weights: u8*, out: f32*, n_tokens: i32, n_head: i32, n_in: i32, n_out: i32, rest: i32,"
+        "row_bytes: i64, factor: f32",
         {"FORMAT": format_name},
     )
 
@@ -29,7 +30,7 @@ def head_linear(x: Array, weight: Weight, n_head: int, heads: Act, out: Act) -> 
     head_linear_kernel(weight.format.name)(
         (ceil_div(n_out, _THREADS), n_head, ceil_div(n_tokens, _TOKENS)),
         (_THREADS,),
-        (x, weight.data, out.f32, n_tokens, n_head, weight.n_in, n_out, rest, weight.data.strides[0]),
+        (x, weight.data, out.f32, n_tokens, n_head, weight.n_in, n_out, rest, weight.data.strides[0], weight.factor),
         shared_bytes=_TOKENS * weight.n_in * 4,
     )
     if blocks_wanted(out, n_tokens):

@@ -18,9 +18,12 @@ from typing import Any
 
 from rimuru.base import env
 from rimuru.base.errors import RimuruError
+from rimuru.ops.cuda import grids
 
 Defines = Mapping[str, "int | str"]
 BASE_OPTIONS = ("-std=c++17",)
+WRITTEN: dict[str, Callable[[], str]] = {grids.PATH: grids.header}
+"""Headers that are no files: what an include of that name stands for."""
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"')
 _ONCE = re.compile(r"^\s*#\s*pragma\s+once\b")
 
@@ -45,25 +48,27 @@ def source_root() -> Path:
 def flatten(path: str, root: Path | None = None) -> str:
     """The text of root/path with every quoted include put in, once each; errors keep their file and line.
 
-    An include is looked up beside its includer, then below the root.
+    An include is looked up beside its includer, then below the root, then among the WRITTEN ones.
     """
     root = source_root() if root is None else root
     parts: list[str] = []
     seen: set[Path] = set()
 
-    def add(file: Path, label: str) -> None:
+    def add(file: Path, label: str, text: str) -> None:
         seen.add(file.resolve())
         parts.append(f'#line 1 "{label}"')
-        for number, line in enumerate(file.read_text().splitlines(), start=1):
+        for number, line in enumerate(text.splitlines(), start=1):
             include = _INCLUDE.match(line)
             if include is None:
                 parts.append("" if _ONCE.match(line) else line)
                 continue
-            target = next((p for p in (file.parent / include[1], root / include[1]) if p.is_file()), None)
-            if target is None:
+            target = next((p for p in (file.parent / include[1], root / include[1]) if p.is_file()), root / include[1])
+            written = None if target.is_file() else WRITTEN.get(include[1])
+            if written is None and not target.is_file():
                 raise KernelBuildError(f"{label}:{number}: the include {include[1]} is neither beside it nor in {root}")
             if target.resolve() not in seen:
-                add(target, target.resolve().relative_to(root.resolve()).as_posix())
+                text = written() if written else target.read_text()
+                add(target, target.resolve().relative_to(root.resolve()).as_posix(), text)
                 parts.append(f'#line {number + 1} "{label}"')
             else:
                 parts.append("")
@@ -71,7 +76,7 @@ def flatten(path: str, root: Path | None = None) -> str:
     main = root / path
     if not main.is_file():
         raise KernelBuildError(f"there is no CUDA source {path} in {root}")
-    add(main, path)
+    add(main, path, main.read_text())
     return "\n".join(parts) + "\n"
 
 

@@ -21,6 +21,7 @@ from rimuru.base.units import ceil_div
 from rimuru.formats.quants import QuantFormat
 from rimuru.ops.base import Act, Array, Weight
 from rimuru.ops.cuda.launch import Kernel
+from rimuru.ops.factors import by_factor, with_factors
 
 ACT_BLOCK = 32
 TOKEN_TILE = 8
@@ -227,6 +228,7 @@ def takes_strips(n_tokens: int, n_rows: int) -> bool:
     return n_tokens <= 96 or ceil_div(n_rows, 128) * ceil_div(n_tokens, 64) < 64
 
 
+@with_factors
 def linear(
     x: Act,
     weights: Sequence[Weight],
@@ -304,8 +306,8 @@ def linear_kernels(weights: Sequence[Weight], max_tokens: int, deterministic: bo
     Only type and shape of the weights are looked at.
     """
     found: dict[int, Kernel] = {}
-    jobs: list[Job] = [(w, None, None) for w in weights]
-    groups = [group for part in _exact_and_others(jobs) for group in _launch_groups(part)]
+    parts: list[list[Job]] = [[(weights[i], None, None) for i in some] for some in by_factor(weights)]
+    groups = [group for jobs in parts for part in _exact_and_others(jobs) for group in _launch_groups(part)]
     for n_tokens in [*range(1, min(max_tokens, 128) + 1), *range(128, max_tokens, 64), max_tokens]:
         for group in groups:
             n_rows, n_in = sum(w.n_out for w, _, _ in group), group[0][0].n_in

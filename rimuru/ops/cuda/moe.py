@@ -152,6 +152,9 @@ def _route_kernel(per_lane: int) -> Kernel:
     return Kernel("moe/route_topk.cu", "route_topk", signature, {"PER_LANE": per_lane})
 
 
+_SCALED: tuple[dict[str, int | str], dict[str, int | str]] = ({}, {"EXPERT_FACTORS": 1})
+
+
 def route_kernel(n_experts: int) -> Kernel:
     """The routing kernel for a number of experts; raises where it has none."""
     if not 1 <= n_experts <= MAX_EXPERTS:
@@ -176,8 +179,8 @@ def route(logits: Array, spec: MoeSpec, bias: Array | None, ids: Array, weights:
 
 
 @cache
-def up_kernel(gate: str | None, up: str, tile: int, lanes: int, rows: int) -> Kernel:
-    """gate_up for few tokens; gate None = no gate."""
+def up_kernel(gate: str | None, up: str, tile: int, lanes: int, rows: int, scaled: bool = False) -> Kernel:
+    """gate_up for few tokens; gate None = no gate. scaled: the experts have factors."""
     signature = (
         f"x_f32: f32*, x_values: i8*, x_scales: f32*, x_sums: i32*, width: i32, {_ITEMS}, {_PAGES}, {_UP_PAGES},"
         "gate_bias: f32*, up_bias: f32*, hidden: f32*, act_values: i8*, act_scales: f32*, act_sums: i32*,"
@@ -187,11 +190,11 @@ def up_kernel(gate: str | None, up: str, tile: int, lanes: int, rows: int) -> Ke
         "FORMAT_GATE": gate or up, "FORMAT_UP": up, "GATED": int(gate is not None), "TOKEN_TILE": tile,
         "ROW_LANES": lanes, "LANE_ROWS": rows,
     }  # fmt: skip
-    return Kernel("moe/moe_decode.cu", "moe_gate_up", signature, defines)
+    return Kernel("moe/moe_decode.cu", "moe_gate_up", signature, defines | _SCALED[scaled])
 
 
 @cache
-def down_kernel(down: str, tile: int, lanes: int, rows: int) -> Kernel:
+def down_kernel(down: str, tile: int, lanes: int, rows: int, scaled: bool = False) -> Kernel:
     """down for few tokens."""
     signature = (
         f"h_f32: f32*, h_values: i8*, h_scales: f32*, h_sums: i32*, n_hidden: i32, {_ITEMS}, {_PAGES}, {_DOWN_PAGES},"
@@ -200,7 +203,7 @@ def down_kernel(down: str, tile: int, lanes: int, rows: int) -> Kernel:
     defines: dict[str, int | str] = {
         "FORMAT_DOWN": down, "TOKEN_TILE": tile, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": _DOWN_WARPS,
     }  # fmt: skip
-    return Kernel("moe/moe_decode.cu", "moe_down", signature, defines)
+    return Kernel("moe/moe_decode.cu", "moe_down", signature, defines | _SCALED[scaled])
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,26 +256,26 @@ def _matrix_shape(load: float, ahead: bool) -> Shape:
 
 
 @cache
-def up_matrix_kernel(gate: str | None, up: str, shape: Shape) -> Kernel:
+def up_matrix_kernel(gate: str | None, up: str, shape: Shape, scaled: bool = False) -> Kernel:
     """gate_up on tensor cores; gate None = no gate."""
     signature = (
         f"x: f16*, x_scales: f32*, width: i32, {_ITEMS}, {_PAGES}, {_UP_PAGES},"
         "gate_bias: f32*, up_bias: f32*, hidden: f32*, n_hidden: i32, activation: i32"
     )
     formats: dict[str, int | str] = {"FORMAT_GATE": gate or up, "FORMAT_UP": up, "GATED": int(gate is not None)}
-    family = shape.family
-    return Kernel(f"moe/moe_{family}.cu", f"moe_gate_up_{family}", signature, formats | shape.defines())
+    family, defines = shape.family, formats | shape.defines() | _SCALED[scaled]
+    return Kernel(f"moe/moe_{family}.cu", f"moe_gate_up_{family}", signature, defines)
 
 
 @cache
-def down_matrix_kernel(down: str, shape: Shape) -> Kernel:
+def down_matrix_kernel(down: str, shape: Shape, scaled: bool = False) -> Kernel:
     """down on tensor cores."""
     signature = (
         f"hidden: f16*, h_scales: f32*, n_hidden: i32, {_ITEMS}, {_PAGES}, {_DOWN_PAGES},"
         "bias: f32*, out: f32*, n_out: i32"
     )
-    family, formats = shape.family, {"FORMAT_DOWN": down}
-    return Kernel(f"moe/moe_{family}.cu", f"moe_down_{family}", signature, formats | shape.defines())
+    family, defines = shape.family, {"FORMAT_DOWN": down} | shape.defines() | _SCALED[scaled]
+    return Kernel(f"moe/moe_{family}.cu", f"moe_down_{family}", signature, defines)
 
 
 def dot_tile(n_tokens: int, load: float) -> int:
@@ -313,8 +316,13 @@ class _Call:
     def projection(self, name: str) -> ProjectionLayout | None:
         return self.table.layout.projection(name)
 
-    def bias(self, name: str) -> Array | None:
-        return self.table.biases.get(name)
+    @property
+    def scaled(self) -> bool:
+        return bool(self.table.factors)
+
+    def vector(self, name: str) -> Array | None:
+        """The projection's factors, or else its bias: a kernel takes one of them."""
+        return (self.table.factors or self.table.biases).get(name)
 
     def up_arguments(self) -> tuple[Any, ...]:
         up = self.projection("up")
@@ -322,11 +330,11 @@ class _Call:
         gate = self.projection("gate") or up
         pages = [value for p in (gate, up) for value in (p.first_page, p.rows_per_page, p.row_bytes)]
         addresses = (self.table.addresses, self.table.layout.n_pages)
-        return (*self.item_arguments, *addresses, *pages, self.bias("gate"), self.bias("up"), self.buffers.hidden)
+        return (*self.item_arguments, *addresses, *pages, self.vector("gate"), self.vector("up"), self.buffers.hidden)
 
     def down_arguments(self, down: ProjectionLayout) -> tuple[Any, ...]:
         pages = (self.table.addresses, self.table.layout.n_pages, down.first_page, down.rows_per_page, down.row_bytes)
-        return (*self.item_arguments, *pages, self.bias("down"), self.out, down.n_rows)
+        return (*self.item_arguments, *pages, self.vector("down"), self.out, down.n_rows)
 
 
 def moe_experts(
@@ -336,6 +344,8 @@ def moe_experts(
     up, down = table.layout.projection("up"), table.layout.projection("down")
     if up is None or down is None:
         raise RimuruError(f"block {table.layout.layer}: experts need an up and a down projection")
+    if table.factors and table.biases:
+        raise RimuruError(f"block {table.layout.layer}: experts with factors and biases: use --device cpu")
     n_tokens, top_k = ids.shape
     n_experts, buffers = table.layout.n_experts, scratch.private
     load = n_tokens * top_k / n_experts
@@ -360,7 +370,7 @@ def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: Projection
     lanes, rows = up_shape(up.n_in, tile)
     x_forms = (None, None, None) if quant is None else (quant.values, quant.scales, quant.sums)
     hidden_forms = (buffers.values, buffers.scales, buffers.sums)
-    up_kernel(gate_name, up.format.name, tile, lanes, rows)(
+    up_kernel(gate_name, up.format.name, tile, lanes, rows, call.scaled)(
         (ceil_div(up.n_rows, ACT_BLOCK), call.max_items),
         (32 * lanes // rows,),
         (
@@ -369,7 +379,7 @@ def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: Projection
         ),
     )  # fmt: skip
     lanes, rows = down_shape(down.n_in, tile)
-    down_kernel(down.format.name, tile, lanes, rows)(
+    down_kernel(down.format.name, tile, lanes, rows, call.scaled)(
         (ceil_div(down.n_rows, _DOWN_WARPS * (32 // lanes) * rows), call.max_items),
         (_DOWN_WARPS * 32,),
         (buffers.hidden, *hidden_forms, down.n_in, *call.down_arguments(down)),
@@ -392,7 +402,7 @@ def _experts_on_tensor_cores(
     buffers, x, gate = call.buffers, call.x, call.projection("gate")
     scale_halves(x.f32, x.quant.halves, x.quant.half_scales, n_assignments // call.spec.top_k)
     shape = up_matrix_shape(load)
-    up_matrix_kernel(None if gate is None else gate.format.name, up.format.name, shape)(
+    up_matrix_kernel(None if gate is None else gate.format.name, up.format.name, shape, call.scaled)(
         (ceil_div(up.n_rows, shape.rows if gate is None else shape.rows // 2), call.max_items),
         (shape.threads,),
         (
@@ -403,7 +413,7 @@ def _experts_on_tensor_cores(
     )  # fmt: skip
     scale_halves(buffers.hidden, buffers.halves, buffers.half_scales, n_assignments)
     shape = down_matrix_shape(load)
-    down_matrix_kernel(down.format.name, shape)(
+    down_matrix_kernel(down.format.name, shape, call.scaled)(
         (ceil_div(down.n_rows, shape.rows), call.max_items),
         (shape.threads,),
         (buffers.halves, buffers.half_scales, down.n_in, *call.down_arguments(down)),
@@ -412,7 +422,7 @@ def _experts_on_tensor_cores(
 
 
 def experts_kernels(
-    layout: ExpertLayerLayout, spec: MoeSpec, max_tokens: int, deterministic: bool = False
+    layout: ExpertLayerLayout, spec: MoeSpec, max_tokens: int, deterministic: bool = False, scaled: bool = False
 ) -> list[Kernel]:
     """Every kernel that `moe_experts` may use for a layer and up to max_tokens tokens."""
     gate, up, down = (layout.projection(name) for name in ("gate", "up", "down"))
@@ -423,14 +433,14 @@ def experts_kernels(
         load = n_tokens * spec.top_k / layout.n_experts
         if _has_halves(n_tokens, spec, up.n_in, deterministic):
             pair = (
-                up_matrix_kernel(gate_name, up.format.name, up_matrix_shape(load)),
-                down_matrix_kernel(down.format.name, down_matrix_shape(load)),
+                up_matrix_kernel(gate_name, up.format.name, up_matrix_shape(load), scaled),
+                down_matrix_kernel(down.format.name, down_matrix_shape(load), scaled),
             )
         else:
             tile = dot_tile(n_tokens, load)
             pair = (
-                up_kernel(gate_name, up.format.name, tile, *up_shape(up.n_in, tile)),
-                down_kernel(down.format.name, tile, *down_shape(down.n_in, tile)),
+                up_kernel(gate_name, up.format.name, tile, *up_shape(up.n_in, tile), scaled),
+                down_kernel(down.format.name, tile, *down_shape(down.n_in, tile), scaled),
             )
         found |= {id(kernel): kernel for kernel in pair}
     return [*COMMON_KERNELS, route_kernel(layout.n_experts), *found.values()]

@@ -25,7 +25,7 @@ def linear(
         bias = None if biases is None else biases[index]
         if bias is not None:
             product += bias
-        product *= scale
+        product *= scale * weight.factor
         if row_scale is not None:
             product *= row_scale[: len(out), None]
         out[...] = out + product if add else product
@@ -37,5 +37,6 @@ def head_linear(x: Array, weight: Weight, n_head: int, heads: Act, out: Act) -> 
     inputs = x.reshape(n_tokens, n_head, -1)
     outputs = out.f32[:n_tokens].reshape(n_tokens, n_head, -1)
     n_out = matrices.shape[1]
-    outputs[:, :, :n_out] = np.einsum("hoi,thi->tho", matrices, inputs[:, :, : weight.n_in].astype(np.float64))
+    products = np.einsum("hoi,thi->tho", matrices, inputs[:, :, : weight.n_in].astype(np.float64))
+    outputs[:, :, :n_out] = products * weight.factor
     outputs[:, :, n_out:] = inputs[:, :, weight.n_in :]

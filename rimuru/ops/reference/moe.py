@@ -70,6 +70,8 @@ def _expert(x: np.ndarray, table: ExpertTable, expert: int, spec: MoeSpec) -> np
         if projection is None:
             return None
         product = _matrix(table, expert, projection) @ values
+        if name in table.factors:
+            product = product * table.factors[name][expert]
         return product + table.biases[name][expert] if name in table.biases else product
 
     up = apply("up", x)
