@@ -35,6 +35,12 @@ MIN_WEIGHT_SUM = 6.103515625e-5
 
 def naive_logits(gguf: GgufFile, token_ids: Any, context: int | None = None) -> Array:
     """Next-token logits after each token: float64 [n, n_vocab]. `context` as configured (rope factors only)."""
+    return naive_run(gguf, token_ids, context)[0]
+
+
+def naive_run(gguf: GgufFile, token_ids: Any, context: int | None = None) -> tuple[Array, dict[str, Array]]:
+    """The logits, and the recurrent states after the last token by prefix ("blk.0."): [heads, k, v] (DeltaNet),
+    [heads, p, n] (Mamba2), [inner, n] (Mamba1)."""
     config = read_config(gguf, context)
     w = Weights(gguf)
     x = config.embedding_scale * w["token_embd.weight"][np.asarray(token_ids)]
@@ -47,7 +53,7 @@ def naive_logits(gguf: GgufFile, token_ids: Any, context: int | None = None) -> 
     logits *= config.logit_scale
     if config.final_softcap is not None:
         logits = config.final_softcap * np.tanh(logits / config.final_softcap)
-    return logits
+    return logits, w.states
 
 
 class Weights:
@@ -55,9 +61,13 @@ class Weights:
 
     def __init__(self, gguf: GgufFile, prefix: str = "") -> None:
         self.gguf, self.prefix = gguf, prefix
+        self.states: dict[str, Array] = {}
+        """Filled by the recurrent mixers; shared with what is below."""
 
     def below(self, prefix: str) -> Weights:
-        return Weights(self.gguf, prefix)
+        lower = Weights(self.gguf, prefix)
+        lower.states = self.states
+        return lower
 
     def __contains__(self, name: str) -> bool:
         return self.prefix + name in self.gguf.tensors
@@ -268,6 +278,7 @@ def delta_net(n: Array, spec: DeltaNetSpec, w: Weights, eps: float, top: Weights
         e = beta[t][:, None] * (v[t] - np.einsum("hkv,hk->hv", state, k[t]))
         state += k[t][:, :, None] * e[:, None, :]
         o[t] = np.einsum("hkv,hk->hv", state, q[t])
+    w.states[w.prefix] = state
     o = rms(o, w["ssm_norm.weight"], eps).reshape(n_tokens, -1) * silu(z)
     return w.linear(o, "ssm_out")
 
@@ -285,6 +296,7 @@ def mamba2(n: Array, spec: Mamba2Spec, w: Weights, eps: float, top: Weights) -> 
     for t in range(n_tokens):
         state = decay[t][:, None, None] * state + (dt[t][:, None] * x[t])[:, :, None] * b[t][:, None, :]
         y[t] = np.einsum("hpn,hn->hp", state, c[t]) + w["ssm_d"].reshape(-1)[:, None] * x[t]
+    w.states[w.prefix] = state
     y = (y.reshape(n_tokens, -1) * silu(z)).reshape(n_tokens, groups, -1)
     y = rms(y, w["ssm_norm.weight"].reshape(groups, -1), eps).reshape(n_tokens, -1)
     return w.linear(y, "ssm_out")
@@ -305,6 +317,7 @@ def mamba1(n: Array, spec: Mamba1Spec, w: Weights, eps: float, top: Weights) -> 
     for t in range(n_tokens):
         state = np.exp(dt[t][:, None] * a) * state + (dt[t] * x[t])[:, None] * b[t]
         y[t] = state @ c[t] + w["ssm_d"] * x[t]
+    w.states[w.prefix] = state
     return w.linear(y * silu(z), "ssm_out")
 
 
