@@ -130,12 +130,12 @@ class EmulatedOps:
     name = "cuda, emulated"
 
     def __init__(self, deterministic: bool = False) -> None:
-        from rimuru.ops.cuda import matmul, moe
+        from rimuru.ops.cuda import matmul, moe, routing
 
         self.deterministic = deterministic
         self._matmul, self._moe = matmul, moe
         self.linear, self.weight = matmul.linear, matmul.weight
-        self.route, self.moe_experts, self.moe_combine = moe.route, moe.moe_experts, moe.moe_combine
+        self.route, self.moe_experts, self.moe_combine = routing.route, moe.moe_experts, moe.moe_combine
         self.upload = upload
         self.empty = aligned
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rimuru.formats.quants import ENGINE_FORMATS
-from rimuru.ops.cuda import loader, matmul, moe
+from rimuru.ops.cuda import loader, matmul, moe, routing
 from rimuru.ops.cuda.launch import Kernel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -35,7 +35,7 @@ def family(name: str) -> list[Kernel]:
 
 
 COMMON = [
-    *matmul.COMMON_KERNELS, *moe.COMMON_KERNELS, moe.route_kernel(128), moe.route_kernel(1000),
+    *matmul.COMMON_KERNELS, *moe.COMMON_KERNELS, routing.route_kernel(128), routing.route_kernel(1000),
     matmul.gemv_kernel(("q4_k", "q6_k"), 8, 32, 2),
     matmul.strip_kernel(("q4_k", "q6_k"), *matmul.linear_strip(4096, 2048, 32)),
     matmul.gemm_kernel(("q4_k", "q6_k"), 128, 64), moe.up_kernel("q4_k", "q5_k", 8, 8, 2),

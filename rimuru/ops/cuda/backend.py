@@ -13,7 +13,7 @@ from rimuru.batch import Batch
 from rimuru.formats.quants import QuantFormat
 from rimuru.memory.specs import KvGroupLayout
 from rimuru.ops.base import Act, Array, MoeScratch, Step, Weight
-from rimuru.ops.cuda import attention, embed, head_linear, loader, matmul, moe, pointwise, pool, recurrent
+from rimuru.ops.cuda import attention, embed, head_linear, loader, matmul, moe, pointwise, pool, recurrent, routing
 from rimuru.ops.cuda.copier import CudaCopier
 from rimuru.ops.cuda.device import DeviceInfo, StagedBytes
 from rimuru.ops.cuda.graphs import DecodeGraphs, bucket_of
@@ -213,6 +213,6 @@ class CudaOps:
     # ---- matrices and experts
     linear = staticmethod(matmul.linear)
     head_linear = staticmethod(head_linear.head_linear)
-    route = staticmethod(moe.route)
+    route = staticmethod(routing.route)
     moe_experts = staticmethod(moe.moe_experts)
     moe_combine = staticmethod(moe.moe_combine)

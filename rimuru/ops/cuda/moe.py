@@ -1,4 +1,4 @@
-"""Launchers of routing and experts (cuda_src/moe).
+"""Launchers of experts (cuda_src/moe).
 
 Nothing here waits for the device: grids are sized for the worst case of the routing; blocks without work end at once.
 
@@ -33,8 +33,8 @@ from rimuru.ops.cuda.matmul import (
     token_tile,
 )
 from rimuru.ops.cuda.pointwise import ACTIVATION_IDS
+from rimuru.ops.cuda.routing import MAX_EXPERTS, route_kernel
 
-MAX_EXPERTS = 1024
 UNSORTED_TOKENS = 4
 """Up to this many tokens every assignment is an item by itself: few experts are met twice, and no sort is needed."""
 
@@ -49,7 +49,6 @@ STRIP_WARPS = 8
 
 _SORT_THREADS = 1024
 _DOWN_WARPS = 8
-_GATINGS = {"softmax": 0, "sigmoid": 1, "softmax_selected": 2, "sqrt_softplus": 3}
 _ITEMS = "items: *, n_items: i32*, order: i32*, ids: i32*, active: bool*, n_experts: i32, top_k: i32"
 _PAGES = "addresses: i64*, n_pages: i32"
 _UP_PAGES = (
@@ -143,39 +142,7 @@ def on_tensor_cores(n_tokens: int, load: float) -> bool:
     return n_tokens > MAX_GEMV_TOKENS and load > MAX_DOT_LOAD
 
 
-@cache
-def _route_kernel(per_lane: int) -> Kernel:
-    signature = (
-        "logits: f32*, bias: f32*, ids: i32*, weights: f32*, n_tokens: i32, n_experts: i32, top_k: i32, gating: i32,"
-        "n_groups: i32, n_groups_used: i32, renormalise: i32, scale: f32"
-    )
-    return Kernel("moe/route_topk.cu", "route_topk", signature, {"PER_LANE": per_lane})
-
-
 _SCALED: tuple[dict[str, int | str], dict[str, int | str]] = ({}, {"EXPERT_FACTORS": 1})
-
-
-def route_kernel(n_experts: int) -> Kernel:
-    """The routing kernel for a number of experts; raises where it has none."""
-    if not 1 <= n_experts <= MAX_EXPERTS:
-        raise RimuruError(f"{n_experts} experts in a layer: the CUDA kernels take 1 to {MAX_EXPERTS}")
-    return _route_kernel(ceil_div(n_experts, 32))
-
-
-def route(logits: Array, spec: MoeSpec, bias: Array | None, ids: Array, weights: Array) -> None:
-    """See Ops.route."""
-    n_tokens, n_experts = logits.shape
-    if spec.top_k > n_experts or spec.n_groups > 32:
-        raise RimuruError(f"cannot choose {spec.top_k} of {n_experts} experts in {spec.n_groups} groups")
-    warps = 4 if n_tokens > 132 else 1
-    route_kernel(n_experts)(
-        (ceil_div(n_tokens, warps),),
-        (32 * warps,),
-        (
-            logits, bias, ids, weights, n_tokens, n_experts, spec.top_k, _GATINGS[spec.gating], spec.n_groups,
-            spec.n_groups_used, int(spec.renormalise), spec.weights_scale or 1.0,
-        ),
-    )  # fmt: skip
 
 
 @cache
