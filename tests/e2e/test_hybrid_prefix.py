@@ -3,9 +3,6 @@ its prompt was not computed. Small random models of every kind of state."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +11,7 @@ import numpy as np
 import pytest
 
 from rimuru import LLM, Completion, SamplingParams
+from rimuru.engine.room import ExpertRoom
 from tools.make_random_gguf import write_random_model
 
 ARCHITECTURES = ("qwen35moe", "qwen3next", "granitehybrid", "nemotron_h_moe", "jamba", "lfm2moe")
@@ -34,7 +32,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def open_model(model: Path, **more: object) -> LLM:
     """A model without a tokenizer has no token that ends a turn: END is made one."""
-    llm = LLM(model, device="cpu", threads=2, max_step_tokens=CHUNK, **more)  # type: ignore[arg-type]
+    options = {"device": "cpu", "threads": 2, "max_step_tokens": CHUNK} | more
+    llm = LLM(model, **options)  # type: ignore[arg-type]
     llm.loaded.engine.eog_ids = frozenset((END,))
     return llm
 
@@ -151,43 +150,44 @@ def test_clients_never_see_each_other(model: Path, cold: LLM) -> None:
         llm.loaded.engine.audit()
 
 
-POISONED = """
-import sys
-from pathlib import Path
-sys.path[:0] = [sys.argv[2], sys.argv[3]]
-import numpy as np
-import test_hybrid_prefix as t
-model, prompts = Path(sys.argv[1]), t.prompts_of_a_batch(np.random.default_rng(2))
-with t.open_model(model, prefix_cache=False) as cold:
-    expected = [cold.generate([prompt], t.DRAWN)[0].token_ids for prompt in prompts]
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_pieces_and_states_in_ram_on_each_device(model: Path, device: str) -> None:
+    """A prompt in pieces, queued one behind the other on a GPU, answers as in one piece; so does one whose states come
+    from RAM, where a GPU's snapshots go when they leave the pool. On the CPU they are gone then."""
+    prompt = np.random.default_rng(5).integers(0, END, 150).tolist()
+    with open_model(model, device=device, deterministic=True, prefix_cache=False, max_step_tokens=256) as llm:
+        expected = llm.generate([prompt], DRAWN)[0].token_ids
+    with open_model(model, device=device, deterministic=True, memory="1GB") as llm:
+        cache = llm.loaded.engine.cache
+        assert llm.generate([prompt], DRAWN)[0].token_ids == expected
+        assert len(cache.snapshots) == 2
+        while cache.snapshots.evict():
+            pass
+        assert cache.snapshots.host.n_used == (2 if device == "cuda" else 0)
+        again = llm.generate([prompt], DRAWN)[0]
+        assert again.token_ids == expected and again.cached_tokens == (149 if device == "cuda" else 0)
+        llm.loaded.engine.audit()
+
+
+def test_poisoned_pages_never_show(model: Path, cold: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """M01: pages that are given back are filled with NaN patterns, and all structures are audited after each step; in
+    a large pool, and in one that is too small, so that pages change hands between experts, states and KV."""
+    monkeypatch.setenv("RIMURU_POISON", "1")
+    monkeypatch.setenv("RIMURU_AUDIT", "1")
+    prompts = prompts_of_a_batch(np.random.default_rng(2))
+    expected = [cold.generate([prompt], DRAWN)[0].token_ids for prompt in prompts]
+    with open_model(model, memory="1GB") as llm:
+        assert llm.loaded.pool._poisons
+        for _ in range(2):
+            assert [answer.token_ids for answer in llm.generate(prompts, DRAWN)] == expected
+            assert llm.generate([prompts[0]], GREEDY)[0].cached_tokens == len(prompts[0]) - 1
+        huge_bytes = llm.loaded.layout.huge_bytes
     report = cold.memory()
-with t.open_model(model, memory="1GB") as llm:
-    assert llm.loaded.pool._poisons
-    for _ in range(2):
-        assert [answer.token_ids for answer in llm.generate(prompts, t.DRAWN)] == expected
-        assert llm.generate([prompts[0]], t.GREEDY)[0].cached_tokens == len(prompts[0]) - 1
-    huge_bytes = llm.loaded.layout.huge_bytes
-views = report["views"]
-pool_bytes = views["buffer"]["bytes"] + max(views["expert"]["bytes"] // 2, 3 * huge_bytes)
-small = report["dense_bytes"] + report["scratch_bytes"] + pool_bytes
-with t.open_model(model, memory=small) as llm:
-    for _ in range(2):
-        assert [answer.token_ids for answer in llm.generate(prompts, t.DRAWN)] == expected
-    n_shrunk, n_preempted = llm.loaded.room.n_shrunk, llm.loaded.engine.scheduler.n_preemptions
-    assert n_shrunk + n_preempted > 0, (llm.memory(), llm.loaded.store.counters)
-print("equal")
-"""
-
-
-def test_poisoned_pages_never_show(model: Path) -> None:
-    """M01: every page that is given back is filled with NaN patterns; in a large pool, and in one that is too small for
-    all requests at once, so that pages change hands between experts, states and KV. In a process of its own."""
-    root = Path(__file__).resolve().parents[2]
-    result = subprocess.run(
-        [sys.executable, "-c", POISONED, str(model), str(root), str(Path(__file__).parent)],
-        env=os.environ | {"RIMURU_POISON": "1", "RIMURU_AUDIT": "1", "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0 and result.stdout.strip() == "equal", result.stderr[-2000:]
+    views = report["views"]
+    pool_bytes = views["buffer"]["bytes"] + max(views["expert"]["bytes"] // 2, 3 * huge_bytes)
+    with open_model(model, memory=report["dense_bytes"] + report["scratch_bytes"] + pool_bytes) as llm:
+        for _ in range(2):
+            assert [answer.token_ids for answer in llm.generate(prompts, DRAWN)] == expected
+        room = llm.loaded.room
+        assert isinstance(room, ExpertRoom)
+        assert room.n_shrunk + llm.loaded.engine.scheduler.n_preemptions > 0
