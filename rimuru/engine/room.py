@@ -184,7 +184,7 @@ class ExpertRoom(CompactingRoom):
             needed = 1  # kinds of pages compete for what is free, or loading buffers stand in the way
         n_shrink, _ = paper_decision(needed, self.free_pages, self.pages_per_expert)
         most = self._most_shrinks()
-        if n_shrink > most and ceil_div(needed, max(1, int(self.pages_per_expert))) <= most:
+        if n_shrink > most and needed <= self._pages_of(most):
             n_shrink = most
         self._is_short = True
         if n_shrink > most or n_shrink == 0:
@@ -320,6 +320,13 @@ class ExpertRoom(CompactingRoom):
         if self.offload_limit is None:
             return n_resident
         return min(n_resident, max(0, self.offload_limit - (self.n_experts - n_resident)))
+
+    def _pages_of(self, n_experts: int) -> int:
+        """Pages that so many experts would give up: of all that are resident exactly, of fewer about."""
+        assert self.store is not None
+        if n_experts == self.store.residency.n_resident:
+            return self.pool.allocator.pages_in_use("expert") - self.pool.n_buffer_pages
+        return int(n_experts * self.pages_per_expert)
 
     def shrink(self, n_experts: int, reason: str = "the pool shrinks") -> int:
         """Give up to n_experts of the coldest experts, within the limit; returns how many went."""

@@ -39,6 +39,8 @@ class SequencePages(Protocol):
     def extend(self, seq_id: int, n_tokens: int) -> bool: ...
     def retract(self, seq_id: int) -> None: ...
     def release(self, seq_id: int, keep_prefix: bool = True) -> None: ...
+    def fits_alone(self, n_tokens: int, n_step_tokens: int) -> bool: ...
+    def evict_prefix(self, n_pages: int) -> int: ...
     def swap_seconds(self, seq_id: int) -> float: ...
     def n_lost_tokens(self, seq_id: int) -> int: ...
     def swap_out(self, seq_id: int) -> bool: ...
@@ -207,6 +209,8 @@ class Scheduler:
                 continue
             if self.land():
                 raise _LandedError
+            if len(self.running) == 1 and self._forget_prefixes(sequence):
+                continue
             victim = self.running[-1]
             self._preempt(victim, plan)
             if victim is sequence:
@@ -259,7 +263,8 @@ class Scheduler:
                 sequence.n_cached = 0
                 if self.running:
                     return budget
-                self._fail(sequence, plan)  # it had the pool for itself
+                if not self._forget_prefixes(sequence):
+                    self._fail(sequence, plan)  # it had the pool for itself
                 continue
             self.waiting.pop()
             if sequence.n_preemptions == 0:
@@ -270,6 +275,12 @@ class Scheduler:
             plan.items.append(PlannedTokens(sequence, n_tokens, n_tokens == sequence.n_uncached))
             budget -= n_tokens
         return budget
+
+    def _forget_prefixes(self, sequence: Sequence) -> bool:
+        """For who has the pool for itself and still lacks pages: prefixes that nobody uses and experts may both have
+        to go, and neither went for it because it alone was not enough. False where no prefix is left, or in vain."""
+        n_tokens = sequence.n_tokens + 1
+        return self.cache.fits_alone(n_tokens, self.max_step_tokens) and self.cache.evict_prefix(n_tokens) > 0
 
     def _enter(self, sequence: Sequence) -> None:
         position = len(self.running)

@@ -93,8 +93,10 @@ class SequenceCache:
         return needs
 
     def fits_alone(self, n_tokens: int, n_step_tokens: int) -> bool:
-        """True where such a sequence fits in the pool once everything else has left it, experts included."""
-        return self.pool.allocator.huge_needed(self.peak_pages(n_tokens, n_step_tokens)) <= self.pool.allocator.n_huge
+        """True where such a sequence fits in the pool once everything else has left it, experts included (loading
+        buffers stay)."""
+        needs = self.peak_pages(n_tokens, n_step_tokens) | {"expert": self.pool.n_buffer_pages}
+        return self.pool.allocator.huge_needed(needs) <= self.pool.allocator.n_huge
 
     def can_extend(self, seq_id: SeqId, n_tokens: int) -> bool:
         """True where `extend` would succeed; may give up unused prefixes, as `extend` would."""

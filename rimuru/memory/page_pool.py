@@ -100,6 +100,11 @@ class PagePool:
                 return
         raise AuditError(f"expert pages {list(map(int, ids[:8]))} are no loading buffer")
 
+    @property
+    def n_buffer_pages(self) -> int:
+        """Expert pages that serve as loading buffers."""
+        return sum(ids.size for ids in self._buffers)
+
     # ---- resizing
     def grow(self, n_bytes: int) -> None:
         """Map memory up to n_bytes and add the huge pages that fit. A failing map leaves the old pool."""
@@ -117,7 +122,7 @@ class PagePool:
     # ---- reports
     def stats(self) -> dict[str, Any]:
         """total_bytes, free_bytes (not allocated to any page), views.{expert,kv,ssm,conv,buffer}, levels."""
-        n_buffer = sum(ids.size for ids in self._buffers)
+        n_buffer = self.n_buffer_pages
         views: dict[str, dict[str, int]] = {}
         for kind in PAGE_KINDS:
             n_ids = self.allocator.pages_in_use(kind) - (n_buffer if kind == "expert" else 0)
