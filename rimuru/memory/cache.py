@@ -93,8 +93,7 @@ class SequenceCache:
         return needs
 
     def fits_alone(self, n_tokens: int, n_step_tokens: int) -> bool:
-        """True where such a sequence fits in the pool once everything else has left it, experts included (loading
-        buffers stay)."""
+        """True where such a sequence fits once all but the loading buffers have left the pool, experts included."""
         needs = self.peak_pages(n_tokens, n_step_tokens) | {"expert": self.pool.n_buffer_pages}
         return self.pool.allocator.huge_needed(needs) <= self.pool.allocator.n_huge
 
@@ -132,8 +131,10 @@ class SequenceCache:
         self._open[seq_id] = seq
         self._slots[seq_id] = slot
         saved = self.swap.saved.get(seq_id)
-        if saved is not None:
-            self._open_saved(seq, saved, token_ids)
+        if saved is not None:  # with the units that the prefix index still knows; the first extend loads the rest
+            seq.saved, seq.n_tokens = saved, saved.n_tokens
+            if seq.kv is not None:
+                seq.saved_ids = self.swap.begin(saved, seq.kv, np.asarray(token_ids, np.int32))
         elif self.kv is not None and self._prefix_cache:
             self._adopt_prefix(seq, np.asarray(token_ids, np.int32))
         return CacheHit(seq.n_tokens)
@@ -253,12 +254,6 @@ class SequenceCache:
     def forget(self, seq_id: SeqId) -> None:
         """A sequence will not be opened again: what was saved of it goes."""
         self.swap.forget(seq_id)
-
-    def _open_saved(self, seq: OpenSequence, saved: SavedSequence, token_ids: Sequence[int] | np.ndarray) -> None:
-        """Start with the units that the prefix index still knows; the rest is loaded at the first extend."""
-        if seq.kv is not None:
-            seq.saved_ids = self.swap.begin(saved, seq.kv, np.asarray(token_ids, np.int32))
-        seq.saved, seq.n_tokens = saved, saved.n_tokens
 
     def _load(self, seq_id: SeqId, seq: OpenSequence, saved: SavedSequence) -> None:
         """Copy what was saved into the sequence's new pages; its finished units become findable again."""

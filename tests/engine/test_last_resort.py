@@ -1,4 +1,4 @@
-"""A request that fits in the pool is run, whatever fills the pool now: experts and unused prefixes may both have to go."""
+"""A request that fits in the pool is run, whatever fills it now: experts and unused prefixes may both have to go."""
 
 from __future__ import annotations
 
