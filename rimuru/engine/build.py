@@ -36,6 +36,7 @@ from rimuru.engine.resolve import (
     snapshot_ram_bytes,
     swap_ram_bytes,
     wanted_pool_bytes,
+    whole_granules,
 )
 from rimuru.engine.room import CompactingRoom, ElasticPolicy, ExpertRoom
 from rimuru.engine.runner import Runner
@@ -109,7 +110,7 @@ class LoadedModel:
 
     def resize(self, memory_bytes: int) -> None:
         """Change the memory budget; the pool takes what dense weights and scratch leave."""
-        pool_bytes = memory_bytes - self.dense_bytes - self.scratch_bytes
+        pool_bytes = whole_granules(memory_bytes - self.dense_bytes - self.scratch_bytes, self.resolved.device)
         resize_pool(self.pool, self.room, self.engine.scheduler, pool_bytes, self.least_pool_bytes)
 
     def close(self) -> None:
@@ -313,7 +314,7 @@ class _Builder:
         """Map the pool: what dense weights and scratch leave of the budget, no more than is useful where the budget
         was not given. Returns the context that fits."""
         resolved, layout = self.resolved, self.layout
-        left = resolved.memory_bytes - dense_bytes - scratch_bytes
+        left = whole_granules(resolved.memory_bytes - dense_bytes - scratch_bytes, resolved.device)
         if left < layout.huge_bytes:
             raise NotEnoughMemoryError(
                 f"dense weights ({human_bytes(dense_bytes)}) and scratch ({human_bytes(scratch_bytes)}) leave no page "

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 CPU_STEP_TOKENS = 512
 CUDA_STEP_TOKENS = 2048
 MAX_SEQUENCES = 64
+GRANULE_BYTES = 2 * MIB
 MIN_CONTEXT_TOKENS = 128
 """A pool that cannot hold a request of this many tokens is refused."""
 AUTO_RAM_SHARE = 0.8
@@ -195,6 +196,11 @@ def swap_ram_bytes(config: EngineConfig, device: str) -> int:
     if config.swap is not None:
         return int(config.swap)
     return 0 if device == "cpu" else min(MAX_SWAP_BYTES, int(ram_bytes(config) * SWAP_RAM_SHARE))
+
+
+def whole_granules(n_bytes: int, device: str) -> int:
+    """What of n_bytes a device can map: its memory comes in granules, and a last one in part would exceed the budget."""
+    return n_bytes - n_bytes % GRANULE_BYTES if device == "cuda" else n_bytes
 
 
 def pool_limit_bytes(memory_bytes: int, memory_is_given: bool) -> int:

@@ -30,7 +30,7 @@ def test_a_model_gives_the_cpus_logits(tmp_path: Path) -> None:
     from tools.make_random_gguf import write_random_model
 
     keys = {"expert_count": 4, "expert_used_count": 4, "expert_group_count": None}
-    path = write_random_model(tmp_path / "m.gguf", "deepseek2", "q8_0", tokenizer=False, **keys)
+    path = write_random_model(tmp_path / "m.gguf", "deepseek2", "f16", tokenizer=False, **keys)
     tokens = np.random.default_rng(2).integers(0, 160, 60).tolist()
     found = []
     for device in ("cpu", "cuda"):
