@@ -199,7 +199,7 @@ def swap_ram_bytes(config: EngineConfig, device: str) -> int:
 
 
 def whole_granules(n_bytes: int, device: str) -> int:
-    """What of n_bytes a device can map: its memory comes in granules, and a last one in part would exceed the budget."""
+    """What of n_bytes a device can map: memory comes in granules, and a last one in part would exceed the budget."""
     return n_bytes - n_bytes % GRANULE_BYTES if device == "cuda" else n_bytes
 
 

@@ -2,9 +2,8 @@
 
     open -> (can_extend -> extend -> step -> commit)* -> release
 
-`extend` makes room for the tokens of a step, `commit` says that they have been written. Every way out of a request is
-`release`, once. Pages that only serve prefix reuse are given up when `extend` needs them.
-"""
+`extend` makes room for a step's tokens, `commit` says that they were written; every way out is `release`, once. Pages
+that only serve prefix reuse are given up when `extend` needs them."""
 
 from __future__ import annotations
 
