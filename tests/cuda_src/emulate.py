@@ -66,7 +66,7 @@ class Emulator:
         self.libraries: dict[str, ctypes.CDLL] = {}
         self.launched: list[str] = []
 
-    def library(self, kernel: Kernel) -> ctypes.CDLL:
+    def built(self, kernel: Kernel) -> ctypes.CDLL:
         source = host_source(kernel.path, kernel.name)
         options = [f"-D{name}={value}" for name, value in sorted(kernel.defines.items())]
         key = hashlib.sha256("\n".join([source, *options]).encode()).hexdigest()[:24]
@@ -91,7 +91,7 @@ class Emulator:
                 values.append(np.array([address(arg)], np.uint64))
         pointers = (ctypes.c_void_p * len(values))(*[value.ctypes.data for value in values])
         dims = np.array([*grid, *[1] * (3 - len(grid)), *block, *[1] * (3 - len(block))], np.int32)
-        self.library(kernel).launch(ctypes.c_void_p(dims.ctypes.data), pointers)
+        self.built(kernel).launch(ctypes.c_void_p(dims.ctypes.data), pointers)
 
 
 def address(array: Any) -> int:
