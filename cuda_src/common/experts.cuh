@@ -4,6 +4,9 @@
 //
 // An address may be a pool page, a loading buffer or pinned host memory: the same loads in the same order read all three,
 // so results do not depend on it. An assignment is one (token, slot) pair: a = token * top_k + slot.
+//
+// -DCONTIGUOUS_EXPERTS=1 is there to measure what the table costs: the same kernel on tensors as a file holds them, with
+// row n of an expert at (first_page + expert * rows_per_page + n) * row_bytes behind `addresses` itself.
 #pragma once
 
 #include "common/types.cuh"
@@ -17,9 +20,13 @@ struct Projection {
 };
 
 __device__ __forceinline__ const u8* expert_row(const Projection& p, int expert, int n) {
+#if CONTIGUOUS_EXPERTS
+    return (const u8*)p.addresses + (i64)(p.first_page + expert * p.rows_per_page + n) * p.row_bytes;
+#else
     int page = n / p.rows_per_page;
     i64 base = __ldg(p.addresses + (i64)expert * p.n_pages + p.first_page + page);
     return (const u8*)base + (i64)(n - page * p.rows_per_page) * p.row_bytes;
+#endif
 }
 
 // An expert's product with row n, and the expert's vector (or null): a bias [n_experts, n_rows] to add, or with
