@@ -209,7 +209,15 @@ def _add_bench(commands: argparse._SubParsersAction, parents: list[argparse.Argu
     parser.add_argument("--streams", type=number_list, default=[1, 8], metavar="N,N")
     parser.add_argument("--new", type=positive, default=128, metavar="N", help="tokens to decode per stream")
     parser.add_argument("--repeats", type=positive, default=3, metavar="N")
-    parser.add_argument("--routing", default="model", choices=("model",), help="whose routing: the model's own router")
+    parser.add_argument(
+        "--routing",
+        default="model",
+        metavar="model|synthetic|FILE",
+        help="which experts are used: the model's own choice, that of a router with published statistics, or one "
+        "recorded by `rimuru profile --record` (default: model)",
+    )
+    parser.add_argument("--router", default="auto", metavar="NAME", help="parameters of the synthetic router")
+    parser.add_argument("--topics", type=positive, metavar="N", help="streams share N topics; default: one each")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(command="bench.bench")
 
@@ -219,6 +227,7 @@ def _add_profile(commands: argparse._SubParsersAction, parents: list[argparse.Ar
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("-f", "--file", required=True, metavar="TEXT")
     parser.add_argument("-o", "--output", metavar="FILE", help="default: beside the model, where it is found again")
+    parser.add_argument("--record", metavar="FILE", help="also write every choice, for `bench --routing FILE`")
     parser.set_defaults(command="profile.profile")
 
 

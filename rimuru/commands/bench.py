@@ -5,17 +5,25 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rimuru.arch.spec import MoeSpec
 from rimuru.base.errors import BadInputError
+from rimuru.base.units import ceil_div
 from rimuru.commands.common import note, open_llm, print_json
+from rimuru.experts.replay import RoutingReplay, load_recording, record_router
+from rimuru.experts.routing import SyntheticRouter, router_for, router_name
 from rimuru.llm import LLM
 from rimuru.request import SamplingParams, Sequence
 
 PROMPT_TOKENS = 64
 """Prompt of each stream in the decode measurements."""
+
+MIN_STREAMS = 32
+"""Synthetic streams are made for so many sequences at least, so that repeats do not meet the same ones."""
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -30,6 +38,8 @@ def bench(args: argparse.Namespace) -> int:
     with open_llm(args, check, max_sequences=most, prefix_cache=False) as llm:
         if not args.quiet:
             note("warming up (the first run on a machine compiles kernels)")
+        tokens = PROMPT_TOKENS + args.new
+        use_routing(llm, args.routing, args.router, args.topics, most, tokens, args.seed or 0)
         result = measure(llm, args.prefill, args.streams, args.new, args.repeats, args.seed or 0)
     if args.json:
         print_json(result)
@@ -38,7 +48,43 @@ def bench(args: argparse.Namespace) -> int:
             for size, rate in result[key].items():
                 print(f"{key.split('_')[0]:8} {size:>6}  {rate:10.1f} tokens per second")
         print(f"hit rate {result['hit_rate']:.3f}, {result['bytes_over_link_per_token']:.0f} bytes read per token")
+        print(f"routing: {result['routing']}")
     return 0
+
+
+def use_routing(
+    llm: LLM, routing: str, router: str, n_topics: int | None, n_streams: int, n_tokens: int, seed: int
+) -> None:
+    """Put a synthetic (`synthetic`) or recorded (a file) routing in place of the router's choices, or none (`model`),
+    from now on.
+
+    Synthetic streams are made for n_streams at a time of n_tokens tokens each. Raises BadInputError for a model without
+    experts or a recording that is not of its shape.
+    """
+    loaded = llm.loaded
+    loaded.engine.replay = None
+    if routing == "model":
+        return
+    specs = [layer.ffn for layer in loaded.config.layers if isinstance(layer.ffn, MoeSpec)]
+    shapes = {(spec.n_experts, spec.top_k) for spec in specs}
+    if len(shapes) != 1:
+        raise BadInputError(f"--routing {routing} needs a model whose layers of experts are alike")
+    n_experts, top_k = shapes.pop()
+    if routing == "synthetic":
+        name = router_name(n_experts, router)
+        made = SyntheticRouter(len(specs), n_experts, top_k, router_for(n_experts, name), seed, n_topics)
+        n_made = ceil_div(max(2 * n_streams, MIN_STREAMS), n_topics or 1) * (n_topics or 1)
+        label = f"synthetic {name}" + (f", {n_topics} topics" if n_topics else "")
+        recording = record_router(made, n_made, n_tokens, label)
+    else:
+        recording = load_recording(Path(routing), len(specs), n_experts, top_k, n_tokens)
+    loaded.engine.replay = RoutingReplay(recording)
+
+
+def routing_label(llm: LLM) -> str:
+    """Whose routing the engine follows; for results."""
+    replay = llm.loaded.engine.replay
+    return "model" if replay is None else replay.recording.source
 
 
 def measure(llm: LLM, prefill: list[int], streams: list[int], n_new: int, n_repeats: int, seed: int) -> dict[str, Any]:
@@ -62,7 +108,7 @@ def measure(llm: LLM, prefill: list[int], streams: list[int], n_new: int, n_repe
         "device": loaded.resolved.device,
         "threads": loaded.resolved.threads,
         "memory_bytes": llm.memory()["total_bytes"],
-        "routing": "model",
+        "routing": routing_label(llm),
         "prefill_tokens_per_second": prefill_rates,
         "decode_tokens_per_second": decode_rates,
         "hit_rate": (after[1] - middle[1]) / asked if asked else 1.0,

@@ -3,27 +3,59 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
+
+import numpy as np
 
 from rimuru.base.errors import BadInputError
 from rimuru.commands.common import note, open_llm, read_text
 from rimuru.experts.hotset import HotsetProfile, profile_path, save_profile
+from rimuru.experts.replay import save_recording
 from rimuru.llm import LLM
+from rimuru.ops.base import Array
 
 
 def profile(args: argparse.Namespace) -> int:
     """Run the text through the model and write the counts."""
     text = read_text(args.file)
     with open_llm(args) as llm:
-        found = measure(llm, llm.tokenize(text))
+        ids = llm.tokenize(text)
+        with RoutingRecorder(llm) if args.record else nullcontext() as recorder:
+            found = measure(llm, ids)
         layout = llm.loaded.layout.expert
         assert layout is not None
         path = Path(args.output) if args.output else profile_path(llm.loaded.gguf.path)
         save_profile(found, layout, path)
+        if recorder is not None:
+            width = max(layer.n_experts for layer in layout.layers)
+            save_recording(Path(args.record), recorder.ids(), width, f"{found.model}, {Path(args.file).name}")
     if not args.quiet:
         half = _experts_for_half(found)
         note(f"{path}: {found.n_tokens} tokens; half of all choices fall on {half:.0%} of the experts")
     return 0
+
+
+class RoutingRecorder:
+    """While it is open: keeps the experts of every token that runs, which costs a transfer a layer."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine = llm.loaded.engine
+        self._layers: dict[int, list[np.ndarray]] = {}
+
+    def __enter__(self) -> RoutingRecorder:
+        self._engine.runner.model.tap.chosen = self._note
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.runner.model.tap.chosen = None
+
+    def _note(self, layer_slot: int, ids: Array) -> None:
+        self._layers.setdefault(layer_slot, []).append(self._engine.runner.ops.download(ids).copy())
+
+    def ids(self) -> np.ndarray:
+        """int32 [n_tokens, n_layers, top_k]."""
+        return np.stack([np.concatenate(self._layers[slot]) for slot in sorted(self._layers)], axis=1)
 
 
 def measure(llm: LLM, ids: list[int]) -> HotsetProfile:

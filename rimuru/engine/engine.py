@@ -13,6 +13,7 @@ import numpy as np
 
 from rimuru.base import env
 from rimuru.base.errors import BadInputError, ContextLengthError, RimuruError
+from rimuru.batch import Batch
 from rimuru.engine.assemble import assemble
 from rimuru.engine.branches import branch_points, mark_call
 from rimuru.engine.flight import Flight
@@ -20,6 +21,7 @@ from rimuru.engine.runner import Runner
 from rimuru.engine.sampler import Sampler
 from rimuru.engine.scheduler import Scheduler
 from rimuru.experts.device_store import DeviceExpertStore
+from rimuru.experts.replay import RoutingReplay
 from rimuru.experts.store import HostExpertStore
 from rimuru.memory.cache import SequenceCache
 from rimuru.memory.page_pool import PagePool
@@ -72,6 +74,8 @@ class Engine:
         """Plan and queue a step while the one before runs; off where freed pages are written to at once."""
         self.context_length, self.n_vocab, self.eog_ids = context_length, n_vocab, eog_ids
         self.store, self.call_openers = store, call_openers
+        self.replay: RoutingReplay | None = None
+        """A benchmark's routing in place of the model's."""
         self.n_steps = 0
         self._audit_after_s = 0.0
         self.plan: StepPlan | None = None
@@ -172,12 +176,18 @@ class Engine:
         self._begin()
         sampling = [item.sequence for item in plan.items if item.samples]
         try:
-            logits = self.runner.run(assemble(plan.items, self.cache, self.layout))
+            logits = self.runner.run(self._batch(plan.items))
             fetch = self.sampler.start(logits, sampling)
         except Exception as error:
             self._fail_step(plan.items, error)
             return None
         return Flight.launch(plan.items, sampling, fetch)
+
+    def _batch(self, items: list[PlannedTokens], all_logits: bool = False) -> Batch:
+        batch = assemble(items, self.cache, self.layout, all_logits)
+        if self.replay is not None:
+            batch.expert_ids = self.replay.ids_of(items)
+        return batch
 
     def land(self) -> bool:
         """Wait for the step in flight, tell the cache what was written, append the sampled tokens; the next report
@@ -292,7 +302,7 @@ class Engine:
                 n_tokens = min(chunk, sequence.n_uncached)
                 self._reserve_for_score(sequence, n_tokens)
                 self._begin()
-                batch = assemble([PlannedTokens(sequence, n_tokens, True)], self.cache, self.layout, all_logits=True)
+                batch = self._batch([PlannedTokens(sequence, n_tokens, True)], all_logits=True)
                 yield from self.runner.run_scored(batch)
                 begin = sequence.n_cached
                 self.cache.commit(sequence.seq_id, sequence.tokens[begin : begin + n_tokens])

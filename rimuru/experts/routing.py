@@ -42,11 +42,16 @@ ROUTERS = {
 
 def router_for(n_experts: int, name: str = "auto") -> RouterParams:
     """Parameters by name; `auto`: those of the published model with as many experts. Raises BadInputError."""
+    return ROUTERS[router_name(n_experts, name)]
+
+
+def router_name(n_experts: int, name: str = "auto") -> str:
+    """The name that `router_for` goes by. Raises BadInputError."""
     if name == "auto":
-        name = "qwen3-30b" if n_experts <= 128 else "flash-next"
+        return "qwen3-30b" if n_experts <= 128 else "flash-next"
     if name not in ROUTERS:
         raise BadInputError(f"unknown router {name!r}; known: auto, {', '.join(ROUTERS)}")
-    return ROUTERS[name]
+    return name
 
 
 class SyntheticRouter:

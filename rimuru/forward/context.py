@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,6 +34,16 @@ class ExpertReader(Protocol):
 
 
 @dataclass(slots=True)
+class RoutingTap:
+    """`chosen(layer_slot, ids)` sees the experts that every MoE layer uses (int32 [T, k], on the device), where set.
+
+    For recording and tests: steps that a device replays as a graph do not come by.
+    """
+
+    chosen: Callable[[int, Array], None] | None = None
+
+
+@dataclass(slots=True)
 class BuildContext:
     """Everything a layer's constructor needs. Layers ask the workspace for buffers and keep what they bind here."""
 
@@ -46,6 +56,7 @@ class BuildContext:
     pool_base: int
     experts: ExpertReader | None
     n_positions: int
+    tap: RoutingTap = field(default_factory=RoutingTap)
     _rope: dict[RopeSpec, Array] = field(default_factory=dict)
 
     def rope(self, spec: RopeSpec | None) -> Array | None:

@@ -61,7 +61,7 @@ class MoeFfn:
     def __init__(self, index: int, layer_slot: int, spec: MoeSpec, build: BuildContext) -> None:
         self.spec, self.ops, self.workspace, self.layer_slot = spec, build.ops, build.workspace, layer_slot
         assert build.experts is not None, "a model with experts needs an expert store"
-        self.experts = build.experts
+        self.experts, self.tap = build.experts, build.tap
         prefix, reader, d = f"blk.{index}.", build.reader, build.config.n_embd
         self.router = reader.matrix(prefix + "ffn_gate_inp.weight")
         self.router_bias = reader.required_vector(prefix + "ffn_gate_inp.bias") if spec.expert_bias else None
@@ -96,6 +96,10 @@ class MoeFfn:
         weights = ws.array("expert_weights", n, spec.top_k)
         ops.linear(a, (self.router,), (logits,), (self.router_bias,))
         ops.route(logits, spec, self.selection_bias, ids, weights)
+        if step.expert_ids is not None:
+            ops.replay_routing(step.expert_ids, self.layer_slot, ids)
+        if self.tap.chosen is not None:
+            self.tap.chosen(self.layer_slot, ids)
         scratch = ws.moe(spec, self.expert_width)
         source = self._latent_input(a, n) if self.latent else a
         for wave in self.experts.waves(self.layer_slot, ids):

@@ -16,7 +16,7 @@ class Model:
 
     def __init__(self, build: BuildContext, max_logit_rows: int) -> None:
         self.config, self.ops, self.workspace = build.config, build.ops, build.workspace
-        self.max_logit_rows = max_logit_rows
+        self.max_logit_rows, self.tap = max_logit_rows, build.tap
         reader, d = build.reader, self.config.n_embd
         self.embedding = reader.matrix("token_embd.weight")
         self.head = self.embedding if self.config.tied_head else reader.matrix("output.weight")

@@ -111,6 +111,7 @@ class Step:
     conv_pages: Array
     fresh_state: Array
     logit_rows: Array
+    expert_ids: Array | None = None
 
 
 class Copier(Protocol):
@@ -354,6 +355,12 @@ class Ops(Protocol):
         logits [T, n_experts], bias [n_experts] (for the selection only), ids int32 [T, k], weights [T, k].
         """
 
+    def replay_routing(self, recorded: Array, layer_slot: int, ids: Array) -> None:
+        """ids[t] = recorded[t, layer_slot]: a recording's experts instead of the router's choice, whose weights stay.
+
+        recorded int32 [T, n MoE layers, k], ids int32 [T, k].
+        """
+
     def moe_experts(
         self, x: Act, ids: Array, table: ExpertTable, active: Array | None, spec: MoeSpec, scratch: MoeScratch
     ) -> None:
@@ -367,6 +374,9 @@ class Ops(Protocol):
 
     def moe_scratch(self, max_tokens: int, spec: MoeSpec, n_in: int) -> MoeScratch:
         """Everything the expert kernels need for up to max_tokens tokens of input width n_in."""
+
+    def moe_scratch_bytes(self, max_tokens: int, spec: MoeSpec, n_in: int) -> int:
+        """Bytes that `moe_scratch` takes, for the ledger."""
 
     # ---- recurrent layers (states are read and written in their pages)
     def conv_update(
@@ -437,7 +447,6 @@ class MoeScratch:
 
     out: Array  # [max_tokens * k, n_out]
     private: Any
-    n_bytes: int = 0  # of all buffers together, for the ledger
 
 
 @dataclass(slots=True)

@@ -157,7 +157,26 @@ def route_case(name: str, spec: MoeSpec, n_tokens: int, *, bias: bool = False, l
 _TIES = np.tile(np.array([1, 3, 3, 0, 3, 1, 0, 3], np.float32), (2, 8))
 _E01 = [[1.2, 0.7, 0.1, -0.3, -1, 0.9, 0, -2]]
 
+def replay_case(n_tokens: int, n_layers: int, top_k: int) -> Case:
+    """replay_routing of the layer before the last."""
+
+    def run(ops: Ops, inputs: Inputs) -> Outputs:
+        ids = ops.upload(np.full((n_tokens, top_k), -1, np.int32))
+        ops.replay_routing(ops.upload(inputs["recorded"]), n_layers - 2, ids)
+        return {"ids": ops.download(ids)}
+
+    return Case(
+        name=f"route replayed T={n_tokens}",
+        make_inputs=lambda rng: {"recorded": rng.integers(0, 512, (n_tokens, n_layers, top_k)).astype(np.int32)},
+        run=run,
+        bytes_moved=lambda inputs: n_tokens * top_k * 8,
+        flops=lambda inputs: 0,
+        tolerance=0.0,
+    )
+
+
 ROUTE_CASES = [
+    replay_case(1, 2, 8), replay_case(97, 5, 3),
     route_case("softmax", MoeSpec(128, 8, 32), 9),
     route_case("softmax renormalised", MoeSpec(128, 8, 32, renormalise=True), 5),
     route_case("E01", MoeSpec(8, 2, 32), 1, logits=_E01),

@@ -136,7 +136,7 @@ class EmulatedOps:
         self._matmul, self._moe = matmul, moe
         self.linear, self.weight = matmul.linear, matmul.weight
         self.route, self.moe_experts, self.moe_combine = routing.route, moe.moe_experts, moe.moe_combine
-        self.upload = upload
+        self.replay_routing, self.upload = routing.replay_routing, upload
         self.empty = aligned
 
     def download(self, array: np.ndarray) -> np.ndarray:

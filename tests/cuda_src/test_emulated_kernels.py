@@ -31,7 +31,7 @@ EXPERTS = (
     "q4_k_m T=1", "q4_k_m T=8", "q4_k_m T=20", "three types T=7", "mxfp4 T=60", "biases T=64", "no gate T=64",
     "q8_0 T=700", "factors T=1", "factors T=7", "factors T=64", "iq1_m T=2", "iq2_s T=2", "iq3_s T=2",
 )  # fmt: skip
-ROUTES = ("ties", "E01 renormalised", "sigmoid in groups", "selected", "512 experts, the last ones win")
+ROUTES = ("ties", "E01 renormalised", "sigmoid in groups", "selected", "512 experts, the last ones win", "replayed T=97")
 
 
 @pytest.fixture(scope="module")

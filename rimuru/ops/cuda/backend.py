@@ -104,6 +104,9 @@ class CudaOps:
         self._enter()
         return moe.moe_scratch(max_tokens, spec, n_in, self.deterministic)
 
+    def moe_scratch_bytes(self, max_tokens: int, spec: MoeSpec, n_in: int) -> int:
+        return moe.moe_scratch_bytes(max_tokens, spec, n_in, self.deterministic)
+
     def reserve_pool(self, n_bytes: int, limit_bytes: int) -> pool.MappedPool | pool.PlainPool:
         self._enter()
         return pool.reserve(n_bytes, limit_bytes, self.info.id)
@@ -116,13 +119,15 @@ class CudaOps:
         """One asynchronous copy to a fixed block: equal shapes give equal addresses."""
         self._enter()
         arrays = [getattr(batch, name) for name in _STEP_FIELDS]
+        if batch.expert_ids is not None:
+            arrays.append(batch.expert_ids)
         self._staged.reserve(sum(array.nbytes + 16 for array in arrays))
         addresses = self._staged.send(arrays)
         views = [
             self._staged.view(address, array.shape, array.dtype)
             for address, array in zip(addresses, arrays, strict=True)
         ]
-        return Step(batch, *views)
+        return Step(batch, *views)  # expert_ids, the last field, only where the batch has them
 
     def run_decode(self, batch: Batch, forward: Callable[[Step], Array]) -> Array:
         """See Ops.run_decode: padded to its bucket, and from the third time on one graph launch."""
@@ -214,5 +219,6 @@ class CudaOps:
     linear = staticmethod(matmul.linear)
     head_linear = staticmethod(head_linear.head_linear)
     route = staticmethod(routing.route)
+    replay_routing = staticmethod(routing.replay_routing)
     moe_experts = staticmethod(moe.moe_experts)
     moe_combine = staticmethod(moe.moe_combine)

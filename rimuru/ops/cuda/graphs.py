@@ -55,6 +55,9 @@ def pad_decode(batch: Batch, n_seqs: int, n_blocks: int) -> Batch:
     logit_rows = np.full(n_seqs, -1, np.int32)
     logit_rows[: len(batch.logit_rows)] = batch.logit_rows
     ends = np.arange(n_seqs + 1, dtype=np.int32)
+    expert_ids = batch.expert_ids
+    if expert_ids is not None:  # added rows use no experts but those of the first
+        expert_ids = expert_ids[np.where(ends[:-1] < batch.n_seqs, ends[:-1], 0)]
     return Batch(
         token_ids=longer(batch.token_ids, 0),
         positions=longer(batch.positions, -1),
@@ -66,6 +69,7 @@ def pad_decode(batch: Batch, n_seqs: int, n_blocks: int) -> Batch:
         conv_pages=longer(batch.conv_pages, -1),
         fresh_state=longer(batch.fresh_state, 1),
         logit_rows=logit_rows,
+        expert_ids=expert_ids,
     )
 
 
@@ -96,7 +100,8 @@ class DecodeGraphs:
         """Outputs of forward on the padded batch, queued on the stream."""
         padded = pad_decode(batch, bucket_of(batch.n_seqs), block_bucket(batch.kv_pages.shape[2]))
         step = self._stage(padded)
-        key = (padded.n_seqs, padded.kv_pages.shape[2], int(step.token_ids.data.ptr), forward)
+        replays = padded.expert_ids is not None
+        key = (padded.n_seqs, padded.kv_pages.shape[2], int(step.token_ids.data.ptr), replays, forward)
         found = self._captured.get(key)
         if found is None and key not in self._warmed:
             self._warmed.add(key)  # loads kernels and makes buffers, which a capture must not do

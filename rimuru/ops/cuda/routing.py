@@ -23,6 +23,21 @@ def _route_kernel(per_lane: int) -> Kernel:
     return Kernel("moe/route_topk.cu", "route_topk", signature, {"PER_LANE": per_lane})
 
 
+REPLAY_KERNEL = Kernel(
+    "moe/replay_ids.cu", "replay_ids",
+    "recorded: i32*, ids: i32*, n: i32, top_k: i32, row_ids: i32, first: i32",
+)  # fmt: skip
+
+
+def replay_routing(recorded: Array, layer_slot: int, ids: Array) -> None:
+    """See Ops.replay_routing."""
+    n_tokens, n_layers, top_k = recorded.shape
+    if ids.shape != (n_tokens, top_k) or not 0 <= layer_slot < n_layers:
+        raise RimuruError(f"recorded routing of shape {recorded.shape} does not fit layer {layer_slot}, {ids.shape}")
+    n = n_tokens * top_k
+    REPLAY_KERNEL((ceil_div(n, 128),), (128,), (recorded, ids, n, top_k, n_layers * top_k, layer_slot * top_k))
+
+
 def route_kernel(n_experts: int) -> Kernel:
     """The routing kernel for a number of experts; raises where it has none."""
     if not 1 <= n_experts <= MAX_EXPERTS:

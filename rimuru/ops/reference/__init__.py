@@ -50,6 +50,9 @@ class ReferenceOps:
     def assign(self, target: Array, host: np.ndarray) -> None:
         target[...] = host
 
+    def replay_routing(self, recorded: Array, layer_slot: int, ids: Array) -> None:
+        ids[...] = recorded[:, layer_slot]
+
     def weight(self, raw: np.ndarray, fmt: QuantFormat, n_in: int) -> Weight:
         rows = np.ascontiguousarray(raw).reshape(-1, fmt.row_bytes(n_in))
         return Weight(rows, fmt, len(rows), n_in)
@@ -79,6 +82,7 @@ class ReferenceOps:
             conv_pages=batch.conv_pages,
             fresh_state=batch.fresh_state,
             logit_rows=batch.logit_rows,
+            expert_ids=batch.expert_ids,
         )
 
     def run_decode(self, batch: Batch, forward: Callable[[Step], Array]) -> Array:
@@ -106,6 +110,9 @@ class ReferenceOps:
 
     def moe_scratch(self, max_tokens: int, spec: MoeSpec, n_in: int) -> MoeScratch:
         return MoeScratch(self.empty((max_tokens * spec.top_k, n_in), np.float32), None)
+
+    def moe_scratch_bytes(self, max_tokens: int, spec: MoeSpec, n_in: int) -> int:
+        return max_tokens * spec.top_k * n_in * 4
 
     embed = staticmethod(pointwise.embed)
     rms_norm = staticmethod(pointwise.rms_norm)

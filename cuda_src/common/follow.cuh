@@ -1,0 +1,13 @@
+// Dependent launches: from compute capability 9.0 on a kernel may start while the kernel before it in the stream ends.
+//
+// Every kernel calls follow_predecessor() once, by all its threads, before it touches what an earlier kernel wrote or may
+// still read. It returns when the kernel before has ended and its writes can be seen; since that one waited in the same
+// way, all earlier ones have ended too. Only what no kernel writes (weights) may be touched before.
+#pragma once
+
+__device__ __forceinline__ void follow_predecessor() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");  // the next kernel's blocks may come where there is room
+#endif
+}
