@@ -375,9 +375,6 @@ class Ops(Protocol):
     def moe_scratch(self, max_tokens: int, spec: MoeSpec, n_in: int) -> MoeScratch:
         """Everything the expert kernels need for up to max_tokens tokens of input width n_in."""
 
-    def moe_scratch_bytes(self, max_tokens: int, spec: MoeSpec, n_in: int) -> int:
-        """Bytes that `moe_scratch` takes, for the ledger."""
-
     # ---- recurrent layers (states are read and written in their pages)
     def conv_update(
         self, u: Array, weight: Array, bias: Array | None, silu: bool, step: Step, state: StateLayer, out: Array
@@ -447,6 +444,7 @@ class MoeScratch:
 
     out: Array  # [max_tokens * k, n_out]
     private: Any
+    n_bytes: int = 0  # of all buffers together, for the ledger
 
 
 @dataclass(slots=True)

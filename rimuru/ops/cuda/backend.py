@@ -104,9 +104,6 @@ class CudaOps:
         self._enter()
         return moe.moe_scratch(max_tokens, spec, n_in, self.deterministic)
 
-    def moe_scratch_bytes(self, max_tokens: int, spec: MoeSpec, n_in: int) -> int:
-        return moe.moe_scratch_bytes(max_tokens, spec, n_in, self.deterministic)
-
     def reserve_pool(self, n_bytes: int, limit_bytes: int) -> pool.MappedPool | pool.PlainPool:
         self._enter()
         return pool.reserve(n_bytes, limit_bytes, self.info.id)

@@ -111,9 +111,6 @@ class ReferenceOps:
     def moe_scratch(self, max_tokens: int, spec: MoeSpec, n_in: int) -> MoeScratch:
         return MoeScratch(self.empty((max_tokens * spec.top_k, n_in), np.float32), None)
 
-    def moe_scratch_bytes(self, max_tokens: int, spec: MoeSpec, n_in: int) -> int:
-        return max_tokens * spec.top_k * n_in * 4
-
     embed = staticmethod(pointwise.embed)
     rms_norm = staticmethod(pointwise.rms_norm)
     add_norm = staticmethod(pointwise.add_norm)
