@@ -1,0 +1,111 @@
+"""The kernels that the cost of paging is measured with: experts in tensors give what experts in pages give."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
+import emulate
+import nvrtc
+import paging
+from cases import matmul as matmul_cases
+from cases import moe as moe_cases
+
+from rimuru.arch.spec import MoeSpec
+from rimuru.ops.base import ExpertTable
+from rimuru.ops.cuda import moe
+from rimuru.ops.cuda.launch import Kernel
+
+SPEC = MoeSpec(8, 2, 256, renormalise=True)
+N_IN = 512
+PAGE_BYTES = 8 * 1024
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulate.Emulator:
+    return emulate.Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def on_the_host(emulator: emulate.Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[emulate.Emulator]:
+    def call(kernel: Kernel, grid: Any, block: Any, args: Any, shared_bytes: int = 0, **_: Any) -> None:
+        emulator.launch(kernel, grid, block, args)
+
+    monkeypatch.setitem(sys.modules, "cupy", emulate.fake_cupy())
+    monkeypatch.setattr(Kernel, "__call__", call)
+    yield emulator
+
+
+def tensors_of(layout: Any, pool: np.ndarray, pages: np.ndarray) -> np.ndarray:
+    """The experts of a pool image as tensors."""
+    starts, n_bytes = paging.first_rows(layout)
+    tensors = emulate.aligned((n_bytes,), np.uint8)
+    for p in layout.projections:
+        for expert in range(layout.n_experts):
+            for page, rows in paging.page_parts(p):
+                at = (starts[p.name] + expert * p.n_rows + rows.start) * p.row_bytes
+                source = int(pages[expert, page]) * PAGE_BYTES
+                n = (rows.stop - rows.start) * p.row_bytes
+                tensors[at : at + n] = pool[source : source + n]
+    return tensors.view(np.int64)
+
+
+@pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine")
+@pytest.mark.parametrize("down", ["q4_k", "q6_k"])
+@pytest.mark.parametrize("n_tokens", [1, 9, 40, 140])
+def test_results_are_equal(n_tokens: int, down: str, on_the_host: emulate.Emulator) -> None:
+    rng = np.random.default_rng(n_tokens)
+    ops: Any = emulate.EmulatedOps()
+    layout = moe_cases.expert_layout(
+        {"gate": "q4_k", "up": "q4_k", "down": down}, SPEC.n_experts, N_IN, 256, PAGE_BYTES
+    )
+    image, pages = moe_cases.fill_pool(rng, layout, PAGE_BYTES)
+    pool = emulate.upload(image)
+    table = ExpertTable(layout, PAGE_BYTES, pool.ctypes.data + pages.astype(np.int64) * PAGE_BYTES, {})
+    ids = np.stack([rng.permutation(8)[:2] for _ in range(n_tokens)]).astype(np.int32)
+    x = matmul_cases.filled_act(ops, moe_cases.normal(rng, n_tokens, N_IN))
+    scratch = ops.moe_scratch(n_tokens, SPEC, N_IN)
+    with paging.recorded() as launches:
+        ops.moe_experts(x, ids, table, None, SPEC, scratch)
+    outputs = [scratch.out, scratch.private.hidden]
+    wanted = [out.copy() for out in outputs]
+    for out in outputs:
+        out.fill(np.nan)
+    tensors = tensors_of(layout, image, pages)
+    image[...] = 255
+    pool[...] = 255  # nothing may be read there any more
+    for launch in launches:
+        paging.on_contiguous(launch, layout, tensors)()
+    assert len(launches) == 2
+    assert all(np.array_equal(a, b) for a, b in zip(outputs, wanted, strict=True))
+
+
+@pytest.mark.skipif(not nvrtc.available(), reason="no compiler library")
+def test_they_compile() -> None:
+    layout = moe_cases.expert_layout({"gate": "q4_k", "up": "q4_k", "down": "q6_k"}, 128, 2048, 768, 432 * 1024)
+    kernels = [
+        moe.up_kernel("q4_k", "q4_k", 1, *moe.up_shape(2048, 1)),
+        moe.down_kernel("q6_k", 1, *moe.down_shape(768, 1)),
+        moe.up_matrix_kernel("q4_k", "q4_k", moe.up_matrix_shape(2.0)),
+        moe.down_matrix_kernel("q6_k", moe.down_matrix_shape(100.0)),
+    ]
+    assert layout.n_pages == 7
+    for kernel in map(paging.contiguous_kernel, kernels):
+        assert nvrtc.compile_source(kernel.path, kernel.defines, 90)
+
+
+def test_first_rows_do_not_overlap() -> None:
+    layout = moe_cases.expert_layout({"gate": "q4_k", "up": "q4_k", "down": "q6_k"}, 128, 2048, 768, 432 * 1024)
+    starts, n_bytes = paging.first_rows(layout)
+    gate, up, down = layout.projections
+    assert starts["up"] * up.row_bytes == 128 * 768 * gate.row_bytes
+    assert starts["down"] * down.row_bytes >= 2 * 128 * 768 * gate.row_bytes
+    assert starts["down"] * down.row_bytes % 16 == 0
+    assert n_bytes >= (starts["down"] + 128 * 2048) * down.row_bytes
