@@ -10,6 +10,7 @@
 // Bytes moved: q and k once in and out, v once in, KV rows once out.
 
 #include "attention/element.cuh"
+#include "common/follow.cuh"
 #include "common/paged.cuh"
 #include "common/warp.cuh"
 
@@ -70,6 +71,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                 const int* __restrict__ pages,         // [S, n_blocks]
                 long long page_bytes, int n_blocks, int page_tokens, int n_head, int n_head_kv, int q_stride,
                 int key_dim, int value_dim, int q_norm_dim, int k_norm_dim, int n_rot, int rope_first, float eps) {
+    follow_predecessor();
     __shared__ float heads[WARPS][MAX_DIM];
     __shared__ float partial[32];
     int token = blockIdx.x, warp = threadIdx.x >> 5;

@@ -20,6 +20,7 @@
 #include "attention/merge.cuh"
 #include "attention/tile_mma.cuh"
 #include "common/act_store.cuh"
+#include "common/follow.cuh"
 #include "common/math.cuh"
 #include "common/paged.cuh"
 #include "common/warp.cuh"
@@ -220,6 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                  ACT_PARAMETERS,                        // quantised copy, where VALUE_DIM is a multiple of 32
                  long long page_bytes, int n_blocks, int page_tokens, int n_head, int n_head_kv, int q_stride, int window,
                  int gated, int by_sequence, float scale) {
+    follow_predecessor();
     extern __shared__ __align__(16) char shared[];
     __shared__ Shared s;
     float* vectors = (float*)shared;

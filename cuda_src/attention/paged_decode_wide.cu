@@ -17,6 +17,7 @@
 #include "attention/merge.cuh"
 #include "common/act_store.cuh"
 #include "common/async_copy.cuh"
+#include "common/follow.cuh"
 #include "common/math.cuh"
 #include "common/paged.cuh"
 #include "common/warp.cuh"
@@ -197,6 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                  ACT_PARAMETERS,                        // quantised copy, where VALUE_DIM is a multiple of 32
                  long long page_bytes, int n_blocks, int page_tokens, int n_head, int n_head_kv, int q_stride, int window,
                  int gated, int by_sequence, float scale) {
+    follow_predecessor();
     extern __shared__ __align__(16) char tiles[];
     __shared__ __align__(16) Shared s;
     int token = blockIdx.y, seq = blockIdx.y;

@@ -14,6 +14,7 @@
 
 #include "attention/tile_mma.cuh"
 #include "common/act_store.cuh"
+#include "common/follow.cuh"
 #include "common/math.cuh"
 #include "common/paged.cuh"
 #include "common/warp.cuh"
@@ -193,6 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                   ACT_PARAMETERS,                       // quantised copy, where VALUE_DIM is a multiple of 32
                   long long page_bytes, int n_seqs, int n_blocks, int page_tokens, int n_head, int n_head_kv, int q_stride,
                   int window, int gated, int skip_tokens, float scale) {
+    follow_predecessor();
     extern __shared__ __align__(16) element_t shared[];
     __shared__ Rows rows[2];
     element_t* q_tile = Q_IN_REGISTERS ? shared : shared + 2 * STAGE;  // in registers: staged where K and V come

@@ -6,6 +6,7 @@
 // weights run at the same time). -DFORMAT_A (and _B, _C for matrices of other formats); -DTILE_N 128 (many tokens), 32
 // (16 to about 100, where reading the weights is what takes time); -DTILE_M 128 64 | 32 16.
 
+#include "common/follow.cuh"
 #include "matmul/matrices.cuh"
 #include "matmul/tile.cuh"
 
@@ -44,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
          MATRICES,
          const float* __restrict__ row_scale,  // [T], or null
          float scale, int add, int width, int n_tokens) {
+    follow_predecessor();
     extern __shared__ __align__(16) __half shared[];
     PICK_MATRIX(m, (int)blockIdx.y);
     Finish finish = {row_scale, scale, add};

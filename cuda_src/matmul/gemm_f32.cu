@@ -5,6 +5,7 @@
 // Grid: x = tiles of 32 tokens, y = tiles of 64 rows; 256 threads, each 2 tokens x 4 rows. K in steps of 16 through shared
 // memory, the next step's values in registers meanwhile. Work: 2 n_out width T operations on the float32 units.
 
+#include "common/follow.cuh"
 #include "matmul/matrices.cuh"
 
 #define TILE_T 32
@@ -18,6 +19,7 @@ extern "C" __global__ void __launch_bounds__(256)
              const float* __restrict__ bias,       // [n_out], or null
              const float* __restrict__ row_scale,  // [T], or null
              float scale, int add, int width, int n_tokens, int n_out) {
+    follow_predecessor();
     // K is the slow axis, so that a thread's 4 rows and 2 tokens are neighbours.
     __shared__ __align__(16) float w_tile[STEP][TILE_R + 4];
     __shared__ __align__(16) float x_tile[STEP][TILE_T + 4];

@@ -7,6 +7,7 @@
 //
 // -D  FORMAT: a struct of quants/. Bytes moved: the matrices once per TOKENS tokens, inputs and outputs once per block of rows.
 
+#include "common/follow.cuh"
 #include "quants/all.cuh"
 
 #define THREADS 128
@@ -54,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 const u8* __restrict__ weights,  // [n_head * n_out, row_bytes]
                 float* __restrict__ out,         // [T, n_head * (n_out + rest)]
                 int n_tokens, int n_head, int n_in, int n_out, int rest, i64 row_bytes, float factor) {
+    follow_predecessor();
     extern __shared__ __align__(16) float inputs[];  // [TOKENS, n_in]
     int head = blockIdx.y, first = blockIdx.z * TOKENS, row = blockIdx.x * THREADS + threadIdx.x;
     int n = min(TOKENS, n_tokens - first), in_width = n_in + rest, out_width = n_out + rest;

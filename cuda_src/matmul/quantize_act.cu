@@ -7,12 +7,14 @@
 //                 Grid x = rows. Reads 4 bytes and writes 2 an element; the second read hits L1.
 
 #include "common/act_store.cuh"
+#include "common/follow.cuh"
 
 extern "C" __global__ void quantize_act(const float* __restrict__ x,  // [n_blocks * 32]
                                         i8* __restrict__ values,      // [n_blocks * 32]
                                         float* __restrict__ scales,   // [n_blocks]
                                         int* __restrict__ sums,       // [n_blocks]
                                         i64 n_blocks) {
+    follow_predecessor();
     i64 block = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
     if (block < n_blocks)
         store_act_block(ActOut{values, scales, sums}, block, ACT_BLOCK, 0, x[block * ACT_BLOCK + (threadIdx.x & 31)]);
@@ -22,6 +24,7 @@ extern "C" __global__ void scale_halves(const float* __restrict__ x,  // [T, wid
                                         __half* __restrict__ halves,  // [T, width]
                                         float* __restrict__ scales,   // [T]
                                         int width) {
+    follow_predecessor();
     __shared__ float partial[32];
     i64 row = blockIdx.x;
     const float4* in = (const float4*)(x + row * width);

@@ -4,12 +4,14 @@
 //
 // Grid: x = columns / 4 / threads, y = tokens (in strides of gridDim.y). Moves (top_k + 1 or 2) * width * 4 bytes a token.
 
+#include "common/follow.cuh"
 #include "common/types.cuh"
 
 extern "C" __global__ void moe_combine(const float* __restrict__ y,        // [T * top_k, width], width a multiple of 4
                                        const float* __restrict__ weights,  // [T, top_k]
                                        float* __restrict__ out,            // [T, width]
                                        int n_tokens, int top_k, int width, int add, float scale) {
+    follow_predecessor();
     int c = blockIdx.x * blockDim.x + threadIdx.x;
     if (c >= width / 4) return;
     for (int token = blockIdx.y; token < n_tokens; token += gridDim.y) {

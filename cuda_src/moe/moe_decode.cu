@@ -12,6 +12,7 @@
 
 #include "common/act_store.cuh"
 #include "common/experts.cuh"
+#include "common/follow.cuh"
 #include "common/math.cuh"
 #include "matmul/rows.cuh"
 
@@ -48,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
                 float* __restrict__ hidden,             // [T * top_k, n_hidden]
                 ACT_PARAMETERS,                         // its 8-bit form
                 int n_hidden, int activation) {
+    follow_predecessor();
     __shared__ HiddenSums sums;
     Item item;
     if (!PICK_ITEM(item, blockIdx.y)) return;
@@ -116,6 +118,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
              const float* __restrict__ bias,       // [n_experts, n_out], or null
              float* __restrict__ out,              // [T * top_k, n_out]
              int n_out) {
+    follow_predecessor();
     Item item;
     if (!PICK_ITEM(item, blockIdx.y)) return;
     Projection down = {addresses, n_pages, first_page, rows_per_page, row_bytes};

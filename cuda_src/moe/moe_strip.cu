@@ -9,6 +9,7 @@
 // -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 1 (no biases); the rest as in gemm_strip.cu.
 
 #include "common/experts.cuh"
+#include "common/follow.cuh"
 #include "common/math.cuh"
 #include "matmul/strip.cuh"
 
@@ -25,6 +26,7 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
                       const float* __restrict__ up_bias,     // [n_experts, n_hidden], or null
                       float* __restrict__ hidden,            // [T * top_k, n_hidden]
                       int n_hidden, int activation) {
+    follow_predecessor();
     extern __shared__ __align__(16) __half shared[];
     Item item;
     if (!PICK_ITEM(item, blockIdx.y)) return;
@@ -74,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
                    const float* __restrict__ bias,         // [n_experts, n_out], or null
                    float* __restrict__ out,                // [T * top_k, n_out]
                    int n_out) {
+    follow_predecessor();
     extern __shared__ __align__(16) __half shared[];
     Item item;
     if (!PICK_ITEM(item, blockIdx.y)) return;

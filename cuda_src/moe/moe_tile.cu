@@ -10,6 +10,7 @@
 // -DTILE_M as in matmul/tile.cuh.
 
 #include "common/experts.cuh"
+#include "common/follow.cuh"
 #include "common/math.cuh"
 #include "matmul/tile.cuh"
 
@@ -28,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
                      const float* __restrict__ up_bias,     // [n_experts, n_hidden], or null
                      float* __restrict__ hidden,            // [T * top_k, n_hidden]
                      int n_hidden, int activation) {
+    follow_predecessor();
     extern __shared__ __align__(16) __half shared[];
     Item item;
     if (!PICK_ITEM(item, blockIdx.y)) return;
@@ -89,6 +91,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
                   const float* __restrict__ bias,         // [n_experts, n_out], or null
                   float* __restrict__ out,                // [T * top_k, n_out]
                   int n_out) {
+    follow_predecessor();
     extern __shared__ __align__(16) __half shared[];
     Item item;
     if (!PICK_ITEM(item, blockIdx.y)) return;

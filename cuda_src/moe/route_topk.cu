@@ -8,6 +8,7 @@
 // the choice is made on the logits, of which p is an increasing function, so that saturated p make no ties.
 // Not-a-number logits count as -inf: ids are always in range.
 
+#include "common/follow.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "common/warp.cuh"
@@ -68,6 +69,7 @@ extern "C" __global__ void route_topk(const float* __restrict__ logits,  // [T, 
                                       float* __restrict__ weights,       // [T, top_k]
                                       int n_tokens, int n_experts, int top_k, int gating, int n_groups, int n_groups_used,
                                       int renormalise, float scale) {
+    follow_predecessor();
     int token = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     if (token >= n_tokens) return;
     float p[PER_LANE], q[PER_LANE], largest = NEGATIVE_INFINITY;

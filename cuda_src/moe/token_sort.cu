@@ -8,6 +8,7 @@
 // block), moe_sort_place (as moe_sort_count). An expert that is not active gets places and no items. Blocks have 1024
 // threads; thread e of a scan owns expert e. An expert id outside the range is dropped.
 
+#include "common/follow.cuh"
 #include "common/types.cuh"
 #include "common/warp.cuh"
 
@@ -83,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
              int4* __restrict__ items,         // [max items]
              int* __restrict__ n_items,        // [1]
              int n, int n_experts, int item_tokens) {
+    follow_predecessor();
     __shared__ __align__(16) u8 counts[32][MAX_EXPERTS];
     __shared__ int partial[33], first[MAX_EXPERTS];
     int expert = read_expert(ids, threadIdx.x, n, n_experts);
@@ -98,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     moe_sort_count(const int* __restrict__ ids,     // [n]
                    int* __restrict__ block_counts,  // [blocks, n_experts]
                    int n, int n_experts) {
+    follow_predecessor();
     __shared__ int counts[MAX_EXPERTS];
     counts[threadIdx.x] = 0;
     __syncthreads();
@@ -113,6 +116,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
                   int4* __restrict__ items,         // [max items]
                   int* __restrict__ n_items,        // [1]
                   int n_blocks, int n_experts, int item_tokens) {
+    follow_predecessor();
     __shared__ int partial[33];
     int expert = threadIdx.x, count = 0;
     if (expert < n_experts) {
@@ -133,6 +137,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
                    const int* __restrict__ block_places,  // [blocks, n_experts]
                    int* __restrict__ order,               // [n]
                    int n, int n_experts) {
+    follow_predecessor();
     __shared__ __align__(16) u8 counts[32][MAX_EXPERTS];
     int i = blockIdx.x * SORT_THREADS + threadIdx.x, expert = read_expert(ids, i, n, n_experts);
     int rank = count_in_warp(counts, expert, n_experts);

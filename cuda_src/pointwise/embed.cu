@@ -5,6 +5,7 @@
 // grid (T, pieces / THREADS); a thread unpacks one piece of 32 weights. A negative id (padding) gives zeros.
 // -D  FORMAT: a struct of quants/. Bytes moved: T packed rows in, T float32 rows out.
 
+#include "common/follow.cuh"
 #include "quants/all.cuh"
 
 template <class F>
@@ -38,6 +39,7 @@ extern "C" __global__ void embed(const u8* __restrict__ table,  // [n_vocab, row
                                  const int* __restrict__ ids,   // [T]
                                  float* __restrict__ out,       // [T, width]
                                  int n_vocab, int width, i64 row_bytes, float scale) {
+    follow_predecessor();
     int piece = blockIdx.y * blockDim.x + threadIdx.x;
     if (piece * 32 >= width) return;
     int id = ids[blockIdx.x];

@@ -7,6 +7,7 @@
 //   take_tokens ids[t] = previous[-1 - ids[t]] where ids[t] < 0: tokens that the host has not seen yet
 //   finish_logits  l *= scale; l = cap * tanh(l / cap) where cap > 0
 
+#include "common/follow.cuh"
 #include "common/math.cuh"
 #include "common/warp.cuh"
 #include "common/act_store.cuh"
@@ -17,6 +18,7 @@ extern "C" __global__ void glu_rows(const float* __restrict__ gate,  // [T, widt
                                     float* __restrict__ out,         // [T, width]
                                     ACT_PARAMETERS,                  // quantised copy
                                     int width, int columns, int activation) {
+    follow_predecessor();
     long long row = blockIdx.x;
     int first = blockIdx.y * columns, part = min(columns, width - first);
     const float* u = up + row * width + first;
@@ -30,6 +32,7 @@ extern "C" __global__ void multiply_rows(const float* __restrict__ a,  // [T, wi
                                          float* __restrict__ out,      // [T, width]
                                          ACT_PARAMETERS,               // quantised copy
                                          int width, int columns) {
+    follow_predecessor();
     long long row = blockIdx.x;
     int first = blockIdx.y * columns, part = min(columns, width - first);
     const float *x = a + row * width + first, *y = b + row * width + first;
@@ -41,6 +44,7 @@ extern "C" __global__ void row_gate(const float* __restrict__ x,       // [T, wi
                                     const float* __restrict__ weight,  // [width]
                                     float* __restrict__ out,           // [T]
                                     int width) {
+    follow_predecessor();
     __shared__ float partial[32];
     const float* in = x + (long long)blockIdx.x * width;
     float sum = 0.0f;
@@ -54,6 +58,7 @@ extern "C" __global__ void gather_rows(const float* __restrict__ x,   // [T, wid
                                        const int* __restrict__ rows,  // [R]
                                        float* __restrict__ out,       // [R, width]
                                        int width) {
+    follow_predecessor();
     int source = rows[blockIdx.x];
     if (source < 0) return;
     const float* in = x + (long long)source * width;
@@ -64,6 +69,7 @@ extern "C" __global__ void gather_rows(const float* __restrict__ x,   // [T, wid
 extern "C" __global__ void take_tokens(int* __restrict__ ids,             // [n]
                                        const int* __restrict__ previous,  // [rows of the step before]
                                        int n, int n_previous) {
+    follow_predecessor();
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n || ids[i] >= 0) return;
     int row = -1 - ids[i];
@@ -72,6 +78,7 @@ extern "C" __global__ void take_tokens(int* __restrict__ ids,             // [n]
 
 extern "C" __global__ void finish_logits(float* __restrict__ logits,  // [n]
                                          long long n, float scale, float cap) {
+    follow_predecessor();
     long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     float l = logits[i] * scale;

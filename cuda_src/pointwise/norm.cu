@@ -10,6 +10,7 @@
 // block of the quantised copy. The block size depends on the width only, so a row's sums have one order.
 
 #include "common/act_store.cuh"
+#include "common/follow.cuh"
 #include "common/math.cuh"
 #include "common/warp.cuh"
 
@@ -56,6 +57,7 @@ extern "C" __global__ void rms_norm(const float* __restrict__ x,       // [T, wi
                                     float* __restrict__ out,           // [T, width]
                                     ACT_PARAMETERS,                    // quantised copy
                                     int width, float eps) {
+    follow_predecessor();
     __shared__ float partial[32];
     long long row = blockIdx.x;
     const float* in = x + row * width;
@@ -68,6 +70,7 @@ extern "C" __global__ void add_norm(float* __restrict__ x,             // [T, wi
                                     const float* __restrict__ delta,   // [T, width]
                                     const float* __restrict__ weight,  // [width]
                                     int width, float eps, float scale) {
+    follow_predecessor();
     __shared__ float partial[32];
     long long row = blockIdx.x;
     const float* in = delta + row * width;
@@ -87,6 +90,7 @@ extern "C" __global__ void add_norm(float* __restrict__ x,             // [T, wi
 
 // One block a part; grid (T * groups).
 extern "C" __global__ void gated_norm(GATED_PARAMETERS) {
+    follow_predecessor();
     __shared__ float partial[32];
     long long row = blockIdx.x / n_groups;
     int part = width / n_groups, first = blockIdx.x % n_groups * part;
@@ -131,6 +135,12 @@ __device__ __forceinline__ void gated_norm_warp(GATED_PARAMETERS) {
 #define GATED_ARGUMENTS                                                                                                  \
     x, gate, weight, out, act_values, act_scales, act_sums, width, n_groups, shared_weight, gate_first, eps, n_parts
 
-extern "C" __global__ void gated_norm_narrow(GATED_PARAMETERS) { gated_norm_warp<NARROW_ITEMS>(GATED_ARGUMENTS); }
+extern "C" __global__ void gated_norm_narrow(GATED_PARAMETERS) {
+    follow_predecessor();
+    gated_norm_warp<NARROW_ITEMS>(GATED_ARGUMENTS);
+}
 
-extern "C" __global__ void gated_norm_128(GATED_PARAMETERS) { gated_norm_warp<4>(GATED_ARGUMENTS); }
+extern "C" __global__ void gated_norm_128(GATED_PARAMETERS) {
+    follow_predecessor();
+    gated_norm_warp<4>(GATED_ARGUMENTS);
+}

@@ -9,6 +9,7 @@
 // State rows of a sequence are K - 1 consecutive pages of the pool, one float32 row of C channels each.
 // -D  TAPS = K (2 to 8). Bytes moved: inputs and outputs once, K - 1 state rows in and out.
 
+#include "common/follow.cuh"
 #include "common/math.cuh"
 #include "common/paged.cuh"
 
@@ -34,6 +35,7 @@ __device__ __forceinline__ float convolve(const float (&x)[TAPS], const float* w
         long long page_bytes, int columns, int column, int channels, int silu_after
 
 extern "C" __global__ void conv_step(CONV_PARAMETERS) {
+    follow_predecessor();
     int c = blockIdx.x * blockDim.x + threadIdx.x, seq = blockIdx.y;
     if (c >= channels) return;
     long long token = query_start[seq];
@@ -50,6 +52,7 @@ extern "C" __global__ void conv_step(CONV_PARAMETERS) {
 }
 
 extern "C" __global__ void conv_tokens(CONV_PARAMETERS, int n_tokens) {
+    follow_predecessor();
     int c = blockIdx.x * blockDim.x + threadIdx.x, first = blockIdx.y * TOKENS;
     if (c >= channels) return;
     float x[TAPS], in[TOKENS];
@@ -80,6 +83,7 @@ extern "C" __global__ void conv_tokens(CONV_PARAMETERS, int n_tokens) {
 }
 
 extern "C" __global__ void conv_state(CONV_PARAMETERS) {
+    follow_predecessor();
     int c = blockIdx.x * blockDim.x + threadIdx.x, seq = blockIdx.y;
     if (c >= channels) return;
     int start = query_start[seq], n = query_start[seq + 1] - start;

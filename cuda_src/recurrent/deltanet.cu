@@ -13,6 +13,7 @@
 // -D  DIM (head dim, multiple of 8);  TILED 0: key head h / (Hv / Hk), 1: h % Hk
 // Bytes moved: the state once in and out, q and k of the head once a part.
 
+#include "common/follow.cuh"
 #include "common/math.cuh"
 #include "common/paged.cuh"
 #include "common/warp.cuh"
@@ -36,6 +37,7 @@ extern "C" __global__ void delta_prepare(float* __restrict__ qkv,            // 
                                          const float* __restrict__ a,        // [Hv]
                                          const float* __restrict__ dt_bias,  // [Hv]
                                          int n_key_heads, int n_value_heads, float eps) {
+    follow_predecessor();
     long long token = blockIdx.x;
     int lane = threadIdx.x & 31;
     for (int head = threadIdx.x >> 5; head < 2 * n_key_heads; head += blockDim.x >> 5) {
@@ -108,6 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
               const bool* __restrict__ fresh,             // [S]
               const int* __restrict__ query_start,        // [S + 1]
               long long page_bytes, int columns, int column, int n_key_heads, int n_value_heads, int raw, float eps) {
+    follow_predecessor();
     __shared__ __align__(16) Chunk chunks[2];
     int seq = blockIdx.y, start = query_start[seq], n_tokens = query_start[seq + 1] - start;
     float* page = state_page(pool, page_bytes, pages, columns, seq, column);

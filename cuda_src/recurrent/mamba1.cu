@@ -7,6 +7,7 @@
 // -D  STATE (N, multiple of 4)
 // Bytes moved: the state once in and out, x and dt once, B and C once a block (from L2).
 
+#include "common/follow.cuh"
 #include "common/math.cuh"
 #include "common/paged.cuh"
 #include "common/warp.cuh"
@@ -29,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
            const bool* __restrict__ fresh,             // [S]
            const int* __restrict__ query_start,        // [S + 1]
            long long page_bytes, int columns, int column, int inner) {
+    follow_predecessor();
     __shared__ float bs[CHUNK][STATE], cs[CHUNK][STATE], xs[CHUNK][ROWS_A_BLOCK], dts[CHUNK][ROWS_A_BLOCK];
     int seq = blockIdx.y, start = query_start[seq], n_tokens = query_start[seq + 1] - start;
     float* page = state_page(pool, page_bytes, pages, columns, seq, column);

@@ -9,6 +9,7 @@
 // -D  STATE (N, multiple of 8), HEAD_DIM (P)
 // Bytes moved: the state once in and out; B, C and x of the head per row part.
 
+#include "common/follow.cuh"
 #include "common/math.cuh"
 #include "common/paged.cuh"
 #include "common/warp.cuh"
@@ -36,6 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
            const bool* __restrict__ fresh,             // [S]
            const int* __restrict__ query_start,        // [S + 1]
            long long page_bytes, int columns, int column, int n_heads, int n_groups) {
+    follow_predecessor();
     __shared__ __align__(16) Chunk chunks[2];
     const int parts = (HEAD_DIM + ROWS_A_BLOCK - 1) / ROWS_A_BLOCK;
     int seq = blockIdx.y, start = query_start[seq], n_tokens = query_start[seq + 1] - start;

@@ -5,6 +5,7 @@
 //
 // Bytes moved: argmax reads the logits once.
 
+#include "common/follow.cuh"
 #include "sampling/keys.cuh"
 
 extern "C" __global__ void penalise(float* __restrict__ logits,           // [R, n_vocab]
@@ -13,6 +14,7 @@ extern "C" __global__ void penalise(float* __restrict__ logits,           // [R,
                                     const float* __restrict__ values,     // [all lists]: bias, unused, count
                                     const float* __restrict__ penalties,  // [R, 3]: repetition, frequency, presence
                                     int n_rows, int n_vocab) {
+    follow_predecessor();
     int row = blockIdx.x;
     float* l = logits + (long long)row * n_vocab;
     const float* p = penalties + row * 3;
@@ -44,6 +46,7 @@ extern "C" __global__ void argmax(const float* __restrict__ logits,  // [R, n_vo
                                   unsigned* __restrict__ arrivals,   // [R], zero before and after
                                   int* __restrict__ out_ids,         // [R]
                                   int n_vocab) {
+    follow_predecessor();
     __shared__ u64 partial[32];
     __shared__ bool is_last;
     int row = blockIdx.y, parts = gridDim.x;

@@ -11,6 +11,7 @@
 #define THREADS 1024
 #define BINS 2048
 #define COPIES 4  // of the histogram, by lane: fewer lanes meet in one bin
+#include "common/follow.cuh"
 #include "sampling/rows.cuh"
 
 struct Cut {
@@ -123,6 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
          const int* __restrict__ value_ids,     // [R, CANDIDATES]
          int* __restrict__ out_ids,             // [R]
          int parts, int n_vocab) {
+    follow_predecessor();
     extern __shared__ __align__(16) u64 histogram[];  // [BINS, COPIES], then Candidates
     __shared__ Draw s;
     int row = blockIdx.x;

@@ -9,6 +9,7 @@
 
 #define THREADS 256
 #define MAX_PARTS 64
+#include "common/follow.cuh"
 #include "sampling/rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -20,6 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
            unsigned* __restrict__ arrivals,       // [R], zero before and after
            int* __restrict__ out_ids,             // [R]
            int n_vocab) {
+    follow_predecessor();
     __shared__ u64 warps[WARPS], of_parts[MAX_PARTS];
     __shared__ bool is_last;
     int part = blockIdx.x, row = blockIdx.y, parts = gridDim.x;
@@ -78,6 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             float* __restrict__ values,            // [R, CANDIDATES]
             int* __restrict__ ids,                 // [R, CANDIDATES]
             int n_vocab) {
+    follow_predecessor();
     __shared__ u64 warps[WARPS];
     int part = blockIdx.x, row = blockIdx.y, parts = gridDim.x, lane = threadIdx.x & 31;
     Filters filters(parameters + row * 4, top_k[row], n_vocab);

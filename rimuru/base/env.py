@@ -22,6 +22,11 @@ def check_launches() -> bool:
     return _flag("RIMURU_CHECK", True)
 
 
+def dependent_launches() -> bool:
+    """RIMURU_DEPENDENT_LAUNCH=0: every kernel starts after the one before has ended (to compare; see ops/cuda)."""
+    return _flag("RIMURU_DEPENDENT_LAUNCH", True)
+
+
 def poison_free_pages() -> bool:
     """RIMURU_POISON=1: fill pages with NaN patterns when they are released, so that stale reads show."""
     return _flag("RIMURU_POISON", False)

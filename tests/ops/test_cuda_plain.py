@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from cases.common import make_batch
 from rimuru.base.errors import NotEnoughMemoryError
 from rimuru.base.units import MIB
 from rimuru.ops.base import SampleParams
-from rimuru.ops.cuda import graphs, loader
+from rimuru.ops.cuda import dependent, graphs, loader
 from rimuru.ops.cuda.launch import Kernel
 from rimuru.ops.cuda.pool import Driver, DriverError, MappedPool
 
@@ -90,6 +91,59 @@ def test_launch_checks_and_packs(monkeypatch: pytest.MonkeyPatch) -> None:
             kernel(grid, block, (good, None, 3, 4, 0.5))
     with pytest.raises(ValueError, match="unknown type"):
         Kernel("a.cu", "k", "x: f31*")
+
+
+def test_every_kernel_waits_for_its_predecessor() -> None:
+    """One that does not would let a later kernel start before the earlier ones have ended."""
+    found = 0
+    for path in sorted(loader.source_root().glob("*/*.cu")):
+        text = path.read_text()
+        for part in text.split('extern "C" __global__')[1:]:
+            name = re.findall(r"(\w+)\s*\(", re.sub(r"__launch_bounds__\([^{]*?\)\s+(?=\w+\()", "", part))[0]
+            assert dependent.waits_for_predecessor(text, name), f"{path.name}: {name}"
+            found += 1
+    assert found >= 47
+    text = (
+        'extern "C" __global__ void a(int n) {\n int c;\n}\n'
+        + 'extern "C" __global__ void b() {\n  follow_predecessor();\n}'
+    )
+    assert not dependent.waits_for_predecessor(text, "a") and dependent.waits_for_predecessor(text, "b")
+    assert not dependent.waits_for_predecessor(text, "c")
+
+
+def test_a_dependent_launch_hands_over_the_drivers_configuration() -> None:
+    class Attribute(ctypes.Structure):
+        _fields_ = [
+            ("id", ctypes.c_uint),
+            ("pad", ctypes.c_char * 4),
+            ("value", ctypes.c_int),
+            ("rest", ctypes.c_char * 60),
+        ]
+
+    class Config(ctypes.Structure):
+        _fields_ = [
+            ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+            ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(Attribute)), ("n", ctypes.c_uint),
+        ]  # fmt: skip
+
+    assert ctypes.sizeof(Config) == dependent.CONFIG_BYTES and ctypes.sizeof(Attribute) == 72
+    seen: list[Any] = []
+
+    def launch_ex(config: int, function: int, arguments: int, extra: int) -> int:
+        c = Config.from_address(config)
+        attribute = c.attributes[0]
+        seen.append((list(c.grid), list(c.block), c.shared, c.stream, c.n, attribute.id, attribute.value))
+        seen.append((function, arguments, extra))
+        return 0 if c.shared == 512 else 701
+
+    def check(status: int) -> None:
+        raise RuntimeError(f"status {status}")
+
+    launch = dependent.DependentLaunch(launch_ex, check)
+    launch(9, 5, 6, 7, 32, 2, 1, 512, 77, 4096, 0)
+    assert seen == [([5, 6, 7], [32, 2, 1], 512, 77, 1, 6, 1), (9, 4096, 0)]
+    with pytest.raises(RuntimeError, match="701"):
+        launch(9, 5, 6, 7, 32, 2, 1, 0, 77, 4096, 0)
 
 
 def test_buckets() -> None:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rimuru.base import env
-from rimuru.ops.cuda import loader
+from rimuru.ops.cuda import dependent, loader
 
 _SCALARS = {"i32": "i4x", "i64": "q", "f32": "f4x", "u64": "Q"}
 """struct formats of the scalar types, each in a slot of 8 bytes."""
@@ -82,7 +82,8 @@ class Kernel:
             self._raw = loader.module(self.path, self.defines).kernel(self.name)
             self._function = int(self._raw.kernel.ptr)
             self._current_stream = cupy.cuda.get_current_stream
-            self._launch_kernel = cupy.cuda.driver.launchKernel
+            follows = dependent.waits_for_predecessor(loader.flatten(self.path), self.name)
+            self._launch_kernel = (follows and dependent.launcher()) or cupy.cuda.driver.launchKernel
         if shared_bytes > self._shared_bytes:
             # Static and dynamic shared memory share the default limit, so even a small request may need this.
             self._raw.max_dynamic_shared_size_bytes = shared_bytes
