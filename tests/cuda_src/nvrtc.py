@@ -43,8 +43,11 @@ def available() -> bool:
     return library() is not None and bool(include_folders())
 
 
-def compile_source(path: str, defines: Defines, architecture: int, root: Path | None = None) -> bytes:
-    """The machine code of a source of cuda_src for sm_<architecture>; AssertionError with the compiler's log."""
+def compile_source(
+    path: str, defines: Defines, architecture: int, root: Path | None = None, kind: str = "CUBIN"
+) -> bytes:
+    """The machine code (or with kind="PTX" the assembler text) of a source of cuda_src for sm_<architecture>;
+    AssertionError with the compiler's log."""
     nvrtc = library()
     assert nvrtc is not None
     text = flatten(path, root)
@@ -57,10 +60,10 @@ def compile_source(path: str, defines: Defines, architecture: int, root: Path | 
         code = nvrtc.nvrtcCompileProgram(program, len(options), array)
         assert code == 0, f"{path} {dict(defines)} for sm_{architecture}:\n{_log(nvrtc, program)}"
         size = ctypes.c_size_t()
-        assert nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)) == 0
-        cubin = ctypes.create_string_buffer(size.value)
-        assert nvrtc.nvrtcGetCUBIN(program, cubin) == 0
-        return cubin.raw
+        assert getattr(nvrtc, f"nvrtcGet{kind}Size")(program, ctypes.byref(size)) == 0
+        result = ctypes.create_string_buffer(size.value)
+        assert getattr(nvrtc, f"nvrtcGet{kind}")(program, result) == 0
+        return result.raw
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 

@@ -21,7 +21,10 @@ from rimuru.base.errors import RimuruError
 from rimuru.ops.cuda import grids
 
 Defines = Mapping[str, "int | str"]
-BASE_OPTIONS = ("-std=c++17",)
+BASE_OPTIONS = ("-std=c++17", "-fmad=false")
+"""Products and sums are fused only where a source says fmaf: the compiler would fuse them in one variant of a kernel
+and not in the next, so that results depended on the batch. Inner loops say fmaf; what is left is a few instructions."""
+
 WRITTEN: dict[str, Callable[[], str]] = {grids.PATH: grids.header}
 """Headers that are no files: what an include of that name stands for."""
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"')
