@@ -1,0 +1,156 @@
+"""Decode of one stream with a part of the experts in host memory: time per token against the bytes that had to come.
+
+    python tools/bench/host_experts.py MODEL [--shares 1.0,0.75,0.5,0.25] [--new 64] [--link-gbps 51] [--json FILE]
+
+The first share must be 1.0: its time per token is the resident time. Which experts the tokens chose outside the pool is
+noted in a second run of the same requests, without graphs and off the clock; its tokens must be the same. Predicted is
+resident time + missed bytes / the link's rate. Exit status 1 where a time is over 15% above that.
+--fill-on-read: missed experts stay (else every miss is read in place).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rimuru import LLM, SamplingParams
+from rimuru.experts.device_store import DeviceExpertStore
+from rimuru.request import Sequence
+
+PROMPT_TOKENS = 64
+MOST_OVER = 0.15
+
+
+class Misses:
+    """Bytes of the experts that decode steps of one token chose outside the pool."""
+
+    def __init__(self, llm: LLM) -> None:
+        loaded = llm.loaded
+        assert isinstance(loaded.store, DeviceExpertStore), "a model with experts on a device"
+        assert loaded.layout.expert is not None
+        self._ops, self._layers = loaded.ops, loaded.layout.expert.layers
+        self._first, self._end = loaded.pool_memory.base, loaded.pool_memory.base + loaded.pool_memory.mapped_bytes
+        self._tables = loaded.store._tables
+        self.step_bytes: list[int] = []
+        self.step_experts: list[int] = []
+
+    def chosen(self, layer_slot: int, ids: Any) -> None:
+        """See RoutingTap: before the layer's experts are read."""
+        if ids.shape[0] != 1:
+            return
+        if layer_slot == 0:
+            self.step_bytes.append(0)
+            self.step_experts.append(0)
+        addresses = self._ops.download(self._tables[layer_slot].addresses)[np.unique(self._ops.download(ids))]
+        inside = (addresses >= self._first) & (addresses < self._end)
+        missed = int(np.count_nonzero(~inside.all(axis=1)))
+        self.step_bytes[-1] += missed * self._layers[layer_slot].useful_bytes
+        self.step_experts[-1] += missed
+
+
+def requests(llm: LLM, n_new: int, n_requests: int) -> list[tuple[list[int], SamplingParams]]:
+    """Random prompts and seeded draws: the same ones on every call."""
+    rng = np.random.default_rng(7)
+    n_vocab = llm.loaded.engine.n_vocab
+    return [
+        (
+            rng.integers(0, n_vocab, PROMPT_TOKENS).tolist(),
+            SamplingParams(max_tokens=n_new, temperature=1.0, ignore_eos=True, seed=i),
+        )
+        for i in range(n_requests)
+    ]
+
+
+def answer(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[Sequence, float]:
+    """(the finished sequence, seconds per token after its first)."""
+    engine = llm.loaded.engine
+    sequence = engine.add(prompt, params)
+    while sequence.n_output == 0:
+        engine.step()
+    done, started = sequence.n_output, time.perf_counter()
+    engine.run_until([sequence])
+    return sequence, (time.perf_counter() - started) / (sequence.n_output - done)
+
+
+def without_graphs(llm: LLM) -> Any:
+    """Decode steps are launched one kernel after another, so that the routing tap sees them."""
+    from rimuru.ops.cuda.graphs import block_bucket, bucket_of, pad_decode
+
+    ops: Any = llm.loaded.ops
+
+    def run(batch: Any, forward: Any) -> Any:
+        return forward(ops.stage(pad_decode(batch, bucket_of(batch.n_seqs), block_bucket(batch.kv_pages.shape[2]))))
+
+    return patch.object(ops.graphs, "run", run)
+
+
+def measure(llm: LLM, n_new: int, n_requests: int, fill_on_read: bool) -> dict[str, Any]:
+    """Time per token, and missed bytes per token, of the same requests."""
+    work = requests(llm, n_new, n_requests)
+    answer(llm, *work[0])  # kernels, graphs
+    timed = [answer(llm, *request) for request in work]
+    tap, misses = llm.loaded.engine.runner.model.tap, Misses(llm)
+    tap.chosen = misses.chosen
+    with without_graphs(llm):
+        noted = [answer(llm, *request)[0] for request in work]
+    tap.chosen = None
+    same = all(a.output_ids == b.output_ids for (a, _), b in zip(timed, noted, strict=True))
+    return {
+        "resident_experts": sum(llm.memory()["resident_experts"]),
+        "ms_per_token": statistics.median(seconds for _, seconds in timed) * 1e3,
+        "missed_bytes_per_token": statistics.fmean(misses.step_bytes),
+        "missed_experts_per_token": statistics.fmean(misses.step_experts),
+        "same_tokens": same,
+        "fill_on_read": fill_on_read,
+        "load_s": llm.loaded.load_s,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--shares", default="1.0,0.75,0.5,0.25", help="shares of the experts in the pool")
+    parser.add_argument("--new", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--requests", type=int, default=3)
+    parser.add_argument("--link-gbps", type=float, default=51.0, help="GB/s at which kernels read host memory")
+    parser.add_argument("--fill-on-read", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    shares = [float(share) for share in options.shares.split(",")]
+    if shares[0] != 1.0:
+        parser.error("the first share must be 1.0")
+    rows: list[dict[str, Any]] = []
+    print(f"{'in pool':>8}{'load s':>8}{'ms a token':>12}{'missed MB':>11}{'predicted ms':>14}{'over':>8}")
+    for share in shares:
+        with LLM(
+            options.model, device="cuda", resident_experts=share, max_sequences=1, context=1024, prefix_cache=False,
+            fill_on_read=options.fill_on_read,
+        ) as llm:  # fmt: skip
+            row = measure(llm, options.new, options.requests, options.fill_on_read)
+        resident_ms = row["ms_per_token"] if not rows else rows[0]["ms_per_token"]
+        row["share"] = share
+        row["predicted_ms"] = resident_ms + row["missed_bytes_per_token"] / options.link_gbps / 1e6
+        row["over"] = row["ms_per_token"] / row["predicted_ms"] - 1
+        rows.append(row)
+        figures = (
+            f"{row['ms_per_token']:>12.3f}{row['missed_bytes_per_token'] / 1e6:>11.1f}{row['predicted_ms']:>14.3f}"
+        )
+        other = "" if row["same_tokens"] else "  OTHER TOKENS"
+        print(f"{share:>8.2f}{row['load_s']:>8.1f}{figures}{row['over']:>+8.1%}{other}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps({"link_gbps": options.link_gbps, "rows": rows}, indent=1) + "\n")
+    return 0 if all(row["over"] <= MOST_OVER and row["same_tokens"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
