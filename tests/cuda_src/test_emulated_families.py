@@ -100,7 +100,8 @@ class EmulatedFamilies:
 
     def stage(self, batch: Batch) -> Step:
         names = [name for name in Step.__dataclass_fields__ if name != "host"]
-        return Step(batch, *(host(getattr(batch, name)) for name in names))
+        arrays = (getattr(batch, name) for name in names)
+        return Step(batch, *(None if array is None else host(array) for array in arrays))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
