@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 import rimuru.ops as backends
 from rimuru.arch.registry import can_run, read_config, require_runnable
@@ -29,6 +28,7 @@ from rimuru.engine.resolve import (
     check_context,
     kv_element,
     longest_request,
+    piece_lengths,
     pool_limit_bytes,
     ram_bytes,
     request_bytes,
@@ -50,7 +50,7 @@ from rimuru.formats.expert_blob import is_blob_folder
 from rimuru.formats.gguf import GgufFile, check_formats, open_gguf
 from rimuru.forward.context import BuildContext
 from rimuru.forward.model import Model
-from rimuru.forward.weights import TensorReader
+from rimuru.forward.weights import TensorReader, expert_biases, expert_factors
 from rimuru.forward.workspace import Workspace
 from rimuru.memory.cache import SequenceCache
 from rimuru.memory.page_pool import PagePool
@@ -110,8 +110,9 @@ class LoadedModel:
 
     def resize(self, memory_bytes: int) -> None:
         """Change the memory budget; the pool takes what dense weights and scratch leave."""
-        pool_bytes = whole_granules(memory_bytes - self.dense_bytes - self.scratch_bytes, self.resolved.device)
-        resize_pool(self.pool, self.room, self.engine.scheduler, pool_bytes, self.least_pool_bytes)
+        beside_bytes = self.dense_bytes + self.scratch_bytes
+        pool_bytes = whole_granules(memory_bytes - beside_bytes, self.resolved.device)
+        resize_pool(self.pool, self.room, self.engine.scheduler, pool_bytes, self.least_pool_bytes, beside_bytes)
 
     def close(self) -> None:
         self.ops.synchronize()
@@ -239,11 +240,10 @@ class _Builder:
         )  # fmt: skip
         most_rows = ops.padded_sequences(resolved.max_sequences)
         model = Model(context, most_rows)
-        biases, factors = self._expert_biases(), self._expert_factors()
-        self.workspace.allocate()
+        biases, factors = expert_biases(layout, self.reader), expert_factors(layout, self.reader)
         dense_bytes = self.reader.n_bytes
-        scratch_bytes = self.workspace.n_bytes + model.logit_bytes + self._reserve_step(most_rows)
-        context_length = self._size_pool(dense_bytes, scratch_bytes)
+        scratch_bytes, context_length = self._share_out(dense_bytes, model.logit_bytes, most_rows)
+        resolved = self.resolved
         self.snapshot_ram_bytes = snapshot_ram_bytes(self.config, resolved.device, layout)
         self.swap_ram_bytes = swap_ram_bytes(self.config, resolved.device)
         cache = SequenceCache(
@@ -273,7 +273,7 @@ class _Builder:
         return LoadedModel(
             self.gguf, self.model_config, layout, resolved, ops, engine, self.pool, self.memory, self.store, room,
             self.source, tokenizer, None if tokenizer is None else ChatTemplate(tokenizer), dense_bytes, scratch_bytes,
-            self._least_pool_bytes(),
+            min(self._least_pool_bytes(), self.memory.mapped_bytes),
         )  # fmt: skip
 
     def _reserve_step(self, most_rows: int) -> int:
@@ -288,31 +288,34 @@ class _Builder:
         self._done += n_bytes
         self.progress("dense weights", self._done, max(self.expected_dense_bytes, self._done))
 
-    def _expert_biases(self) -> list[dict[str, Array]]:
-        """Per layer slot the experts' bias vectors [n_experts, n_rows], which stay resident (gpt-oss)."""
-        layers = [] if self.layout.expert is None else self.layout.expert.layers
-        biases = []
-        for layer in layers:
-            names: dict[str, str] = {p.name: p.tensor.removesuffix(".weight") + ".bias" for p in layer.projections}
-            found = {key: self.reader.vector(name) for key, name in names.items()}
-            biases.append({key: values for key, values in found.items() if values is not None})
-        return biases
+    def _share_out(self, dense_bytes: int, logit_bytes: int, most_rows: int) -> tuple[int, int]:
+        """Allocate the scratch and map the pool: (bytes of scratch, context that fits). Where the budget is tight,
+        prompts are run in shorter pieces (unless their length was asked for), whose scratch leaves more to the pool."""
+        fixed_bytes, asked = logit_bytes + self._reserve_step(most_rows), self.config.max_step_tokens is not None
+        lengths = piece_lengths(self.resolved.max_step_tokens, most_rows, asked)
+        for n_tokens in lengths:
+            scratch_bytes = fixed_bytes + self.workspace.bytes_for(n_tokens)
+            try:
+                pool_bytes, context = self._plan_pool(dense_bytes, scratch_bytes)
+            except NotEnoughMemoryError:
+                if n_tokens == lengths[-1]:
+                    raise
+                continue
+            if scratch_bytes <= pool_bytes or not self.resolved.memory_is_given:
+                break
+        if n_tokens < self.resolved.max_step_tokens:
+            log.info("prompts run in pieces of %d tokens, so that scratch leaves most of the memory", n_tokens)
+            self.resolved = dataclasses.replace(self.resolved, max_step_tokens=n_tokens)
+        if self.config.context is None and context < self.resolved.n_positions:
+            memory = human_bytes(self.resolved.memory_bytes)
+            log.info("context lowered from %d to %d tokens, which fit in %s", self.resolved.n_positions, context, memory)
+        self.workspace.allocate(n_tokens)
+        self._map_pool(pool_bytes)
+        return scratch_bytes, context
 
-    def _expert_factors(self) -> list[dict[str, Array]]:
-        """Per layer slot the factors [n_experts] of the experts' products (NVFP4): of all projections, or of none."""
-        layers = [] if self.layout.expert is None else self.layout.expert.layers
-        factors: list[dict[str, Array]] = []
-        for layer in layers:
-            found = {p.name: self.reader.factors(p.tensor) for p in layer.projections}
-            ones = np.ones(layer.n_experts, np.float32)
-            vectors = {name: ones if values is None else values for name, values in found.items()}
-            wanted = any(values is not None for values in found.values())
-            factors.append({name: self.reader.upload(values) for name, values in vectors.items()} if wanted else {})
-        return factors
-
-    def _size_pool(self, dense_bytes: int, scratch_bytes: int) -> int:
-        """Map the pool: what dense weights and scratch leave of the budget, no more than is useful where the budget
-        was not given. Returns the context that fits."""
+    def _plan_pool(self, dense_bytes: int, scratch_bytes: int) -> tuple[int, int]:
+        """(bytes of the pool, context that fits): what dense weights and scratch leave of the budget, no more than is
+        useful where the budget was not given."""
         resolved, layout = self.resolved, self.layout
         left = whole_granules(resolved.memory_bytes - dense_bytes - scratch_bytes, resolved.device)
         if left < layout.huge_bytes:
@@ -329,15 +332,16 @@ class _Builder:
         self.quotas = self._quotas(left)
         if not resolved.memory_is_given:
             left = min(left, wanted_pool_bytes(layout, resolved.n_positions, resolved.max_sequences, self.n_buffers))
-        n_huge = left // layout.huge_bytes
         longest = longest_request(layout, left, self._reserved_pages(), resolved.n_positions)
-        context = check_context(self.config.context, longest, resolved.memory_bytes, resolved.n_positions)
-        self.memory.resize(n_huge * layout.huge_bytes)
+        return left, check_context(self.config.context, longest, resolved.memory_bytes, resolved.n_positions)
+
+    def _map_pool(self, pool_bytes: int) -> None:
+        resolved, layout = self.resolved, self.layout
+        self.memory.resize(pool_bytes // layout.huge_bytes * layout.huge_bytes)
         limit = pool_limit_bytes(
-            resolved.memory_bytes if resolved.memory_is_given else 4 * left, resolved.memory_is_given
+            resolved.memory_bytes if resolved.memory_is_given else 4 * pool_bytes, resolved.memory_is_given
         )
         self.pool = PagePool(self.memory, layout, limit, self.ops.copier())
-        return context
 
     def _quotas(self, pool_bytes: int) -> list[int] | None:
         """Most residents per layer slot where their number is fixed; None where the adjuster decides. Policy `fixed`

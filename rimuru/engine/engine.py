@@ -17,6 +17,7 @@ from rimuru.batch import Batch
 from rimuru.engine.assemble import assemble
 from rimuru.engine.branches import branch_points, mark_call
 from rimuru.engine.flight import Flight
+from rimuru.engine.rehearse import rehearsal_sequences, rehearse_decisions
 from rimuru.engine.runner import Runner
 from rimuru.engine.sampler import Sampler
 from rimuru.engine.scheduler import Scheduler
@@ -255,14 +256,17 @@ class Engine:
             self._report.ended.append(sequence)
 
     def warm_up(self) -> None:
-        """Run a short prompt, two tokens and one token through the model and sample: the kernels of each kind of
-        step are compiled before the first request."""
+        """Run a short prompt, two tokens and one token through the model, sample in every way, decide and audit: what
+        requests need is compiled before the first of them."""
         n_tokens = min(WARM_UP_TOKENS, self.context_length, self.scheduler.max_step_tokens)
         for n, chunk in ((n_tokens, n_tokens), (min(3, n_tokens), 2)):
             for logits in self.score([i % self.n_vocab for i in range(n)], chunk):
                 last = logits[-1:]
-        probe = Sequence(-1, [0], 1, SamplingParams(), np.random.default_rng(0), frozenset(), 0)
-        self.sampler.sample(self.runner.ops.upload(last), [probe])
+        for probe in rehearsal_sequences():
+            self.sampler.sample(self.runner.ops.upload(last), [probe])
+        if self.store is not None:
+            rehearse_decisions()
+        self.audit()
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence now: its pages go back, its full blocks stay findable. Where states are to be kept and a step

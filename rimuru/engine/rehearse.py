@@ -1,4 +1,5 @@
-"""Batches that stand for all steps a model may be asked for: what a backend gets ready before the first request."""
+"""What is gone through before the first request, so that no request waits for a compiler: batches that stand for all
+steps a model may be asked for, each way of choosing a token, each decision between two steps."""
 
 from __future__ import annotations
 
@@ -7,10 +8,43 @@ from collections.abc import Iterator
 import numpy as np
 
 from rimuru.batch import Batch
+from rimuru.experts.residency_jit import smallest
+from rimuru.memory.adjuster import cost_expand, offload_target, paper_decision, shrink_pays
 from rimuru.memory.specs import PoolLayout
+from rimuru.request import SamplingParams, Sequence
 
 PIECE_GROWTH = 1.25
 """From one length of a prompt's piece to the next: kernels change at few places."""
+
+WAYS_TO_CHOOSE = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_k=1, top_p=0.5, min_p=0.1),
+    SamplingParams(
+        temperature=0.0, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1, logit_bias={0: 0.1}
+    ),
+)
+"""One for each path through a backend's sampler."""
+
+
+def rehearsal_sequences() -> list[Sequence]:
+    """A finished prompt of one token and one of answer for each way to choose the next one."""
+    sequences = []
+    for params in WAYS_TO_CHOOSE:
+        sequence = Sequence(-1, [0], 1, params, np.random.default_rng(0), frozenset(), 0)
+        sequence.append(0)
+        sequences.append(sequence)
+    return sequences
+
+
+def rehearse_decisions() -> None:
+    """Compile what decides about experts between steps; the arguments have the types that a room gives."""
+    keys = np.zeros(1)
+    smallest(keys, np.ones(1, np.bool_), 1)
+    paper_decision(0, 0, 1.0)
+    offload_target(keys, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0)
+    shrink_pays(2, 1.0, 0.0, 0.0, 0.0)
+    cost_expand(0, 1.0, 1.0, 1.0)
 
 
 def rehearsal_batches(max_tokens: int, decode_sizes: list[int], layout: PoolLayout) -> Iterator[Batch]:

@@ -12,24 +12,33 @@ from rimuru.memory.compaction import execute, plan_shrink
 from rimuru.memory.page_pool import PagePool
 
 
-def resize_pool(pool: PagePool, room: CompactingRoom, scheduler: Scheduler, pool_bytes: int, least_bytes: int) -> None:
+def resize_pool(
+    pool: PagePool,
+    room: CompactingRoom,
+    scheduler: Scheduler,
+    pool_bytes: int,
+    least_bytes: int,
+    beside_bytes: int = 0,
+) -> None:
     """Give the pool pool_bytes. Whoever has to leave a shrinking pool goes in this order: prefixes that nobody uses,
     the coldest experts, the youngest requests (which are run again later and answer the same).
 
     Raises NotEnoughMemoryError where the pool would be smaller than least_bytes, or what may not leave does not fit;
-    the pool then works on as it was.
+    the pool then works on as it was. Its line names whole budgets: the pool and beside_bytes (weights, scratch).
     """
     layout = pool.layout
     if pool_bytes < least_bytes:
         raise NotEnoughMemoryError(
-            f"the pool needs at least {human_bytes(least_bytes)}, "
-            f"{human_bytes(max(pool_bytes, 0))} would be left for it"
+            f"{human_bytes(max(pool_bytes + beside_bytes, 0))} is too little: weights and scratch take "
+            f"{human_bytes(beside_bytes)}, the pool at least {human_bytes(least_bytes)}; resize to "
+            f"{human_bytes(beside_bytes + least_bytes)} or more"
         )
     n_huge = pool_bytes // layout.huge_bytes
     if n_huge > pool.allocator.max_huge:
+        most_bytes = beside_bytes + pool.allocator.max_huge * layout.huge_bytes
         raise NotEnoughMemoryError(
-            f"the pool can grow to {human_bytes(pool.allocator.max_huge * layout.huge_bytes)}; "
-            "start again with more --memory"
+            f"while it runs the memory can be resized up to {human_bytes(most_bytes)}; for more, start again with "
+            "more --memory"
         )
     if n_huge >= pool.allocator.n_huge:
         pool.grow(n_huge * layout.huge_bytes)
@@ -40,7 +49,7 @@ def resize_pool(pool: PagePool, room: CompactingRoom, scheduler: Scheduler, pool
         if not _give_up_something(pool, room, scheduler, n_huge):
             raise NotEnoughMemoryError(
                 f"the pool cannot shrink to {human_bytes(pool_bytes)}: loading buffers, or experts whose number is "
-                "fixed, lie in what would go"
+                "fixed, lie in what would go; resize to more, or start again with fewer --resident-experts"
             )
         plan = plan_shrink(pool.allocator, n_huge)
     assert pool.copier is not None

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 CPU_STEP_TOKENS = 512
 CUDA_STEP_TOKENS = 2048
+LEAST_STEP_TOKENS = 32
 MAX_SEQUENCES = 64
 GRANULE_BYTES = 2 * MIB
 MIN_CONTEXT_TOKENS = 128
@@ -162,6 +163,15 @@ def longest_request(layout: PoolLayout, pool_bytes: int, reserved_expert_pages: 
     return low
 
 
+def piece_lengths(longest: int, most_sequences: int, is_given: bool) -> list[int]:
+    """Tokens of a step to try, the most first, until weights, scratch and pool fit in the budget together: halves, down
+    to what all sequences need for one token each. Only `longest` where the user gave it."""
+    lengths = [longest]
+    while not is_given and lengths[-1] // 2 >= max(LEAST_STEP_TOKENS, most_sequences):
+        lengths.append(lengths[-1] // 2)
+    return lengths
+
+
 def check_context(asked: int | None, longest: int, memory_bytes: int, file_context: int) -> int:
     """The context to serve. Raises NotEnoughMemoryError where what was asked for, or any useful one, does not fit."""
     needed = asked if asked is not None else min(MIN_CONTEXT_TOKENS, file_context)
@@ -169,13 +179,6 @@ def check_context(asked: int | None, longest: int, memory_bytes: int, file_conte
         raise NotEnoughMemoryError(
             f"with {human_bytes(memory_bytes)} of memory the pool holds requests of at most {longest} tokens, "
             f"{needed} are wanted; give more --memory" + (" or a smaller --ctx" if asked is not None else "")
-        )
-    if asked is None and longest < file_context:
-        log.info(
-            "context lowered from %d to %d tokens, which is what fits in %s",
-            file_context,
-            longest,
-            human_bytes(memory_bytes),
         )
     return asked if asked is not None else longest
 

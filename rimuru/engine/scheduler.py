@@ -293,7 +293,7 @@ class Scheduler:
         self._end(self.waiting.pop())
         sequence.error = NotEnoughMemoryError(
             f"a request of {sequence.n_tokens} tokens needs more pages than the pool has; "
-            "give more --memory or shorten it"
+            "resize the pool, give more --memory or shorten it"
         )
         plan.failed.append(sequence)
 

@@ -31,7 +31,7 @@ class Attention:
             self.workspace.need_array(name, width)
         self.workspace.need_act("mixed", self.out_width)
         most = self.workspace.max_tokens
-        self.workspace.n_bytes += build.ops.reserve_attention(spec.n_head, self.kv.group, spec.value_dim, most)
+        self.workspace.fixed_bytes += build.ops.reserve_attention(spec.n_head, self.kv.group, spec.value_dim, most)
 
     def _projections(self, prefix: str, build: BuildContext) -> tuple[list[Weight], list[Array | None]]:
         """attn_q, attn_k, attn_v: three tensors, or row ranges of one attn_qkv (all q, all k, all v rows)."""

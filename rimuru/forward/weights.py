@@ -11,6 +11,7 @@ from rimuru.base.errors import FileFormatError
 from rimuru.formats.gguf import GgufFile
 from rimuru.formats.quants import BY_NAME
 from rimuru.formats.quants_ref import dequantize
+from rimuru.memory.specs import PoolLayout
 from rimuru.ops.base import Array, Ops, Weight
 
 Progress = Callable[[int], None]
@@ -105,3 +106,25 @@ class TensorReader:
         if values is None:
             raise FileFormatError(f"{self.gguf.path}: the tensor {name} is missing")
         return values
+
+
+def expert_biases(layout: PoolLayout, reader: TensorReader) -> list[dict[str, Array]]:
+    """Per layer slot the experts' bias vectors [n_experts, n_rows], which stay resident (gpt-oss)."""
+    biases = []
+    for layer in [] if layout.expert is None else layout.expert.layers:
+        names: dict[str, str] = {p.name: p.tensor.removesuffix(".weight") + ".bias" for p in layer.projections}
+        found = {key: reader.vector(name) for key, name in names.items()}
+        biases.append({key: values for key, values in found.items() if values is not None})
+    return biases
+
+
+def expert_factors(layout: PoolLayout, reader: TensorReader) -> list[dict[str, Array]]:
+    """Per layer slot the factors [n_experts] of the experts' products (NVFP4): of all projections, or of none."""
+    factors: list[dict[str, Array]] = []
+    for layer in [] if layout.expert is None else layout.expert.layers:
+        found = {p.name: reader.factors(p.tensor) for p in layer.projections}
+        ones = np.ones(layer.n_experts, np.float32)
+        vectors = {name: ones if values is None else values for name, values in found.items()}
+        wanted = any(values is not None for values in found.values())
+        factors.append({name: reader.upload(values) for name, values in vectors.items()} if wanted else {})
+    return factors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,8 @@ MAX_VIEWS = 2048
 class Workspace:
     """Buffers for up to max_tokens tokens. Names are shared on purpose: layers run one after the other.
 
-    `need_*` while building; `allocate` once; then `array` and `act` hand out views of the first n tokens.
+    `need_*` while building; `bytes_for` tells what a number of tokens takes; `allocate` once; then `array` and `act`
+    hand out views of the first n tokens.
     """
 
     def __init__(self, ops: Ops, max_tokens: int) -> None:
@@ -31,7 +31,8 @@ class Workspace:
         self._moe: dict[tuple[int, int], MoeScratch] = {}
         self._views: dict[tuple[str, int, int], Array] = {}
         self._heads: dict[tuple[str, int, int], Act] = {}
-        self.n_bytes = 0
+        self.fixed_bytes = 0
+        """Of scratch that backends hold themselves, whatever the number of tokens."""
 
     def need_array(self, name: str, width: int, dtype: Any = np.float32) -> None:
         """A buffer [max_tokens, width]; the largest width asked for under a name wins."""
@@ -47,17 +48,24 @@ class Workspace:
         """Expert scratch; layers whose experts have the same widths share one."""
         self._moe_needs[(spec.width, n_in)] = spec
 
-    def allocate(self) -> None:
+    def bytes_for(self, max_tokens: int) -> int:
+        """Bytes of all buffers for up to max_tokens tokens."""
+        total = self.fixed_bytes
+        total += sum(max_tokens * width * np.dtype(dtype).itemsize for width, dtype in self._widths.values())
+        total += sum(self.ops.act_bytes(n * max_tokens, width) for (_, width), n in self._act_rows.items())
+        return total + sum(
+            self.ops.moe_scratch_bytes(max_tokens, spec, n_in) for (_, n_in), spec in self._moe_needs.items()
+        )
+
+    def allocate(self, max_tokens: int) -> None:
+        """Make the buffers, for up to max_tokens tokens: not more than were announced."""
+        self.max_tokens = max_tokens
         for name, (width, dtype) in self._widths.items():
             self._flat[name] = self.ops.empty((self.max_tokens * width,), dtype)
-            self.n_bytes += self.max_tokens * width * np.dtype(dtype).itemsize
         for (name, width), rows in sorted(self._act_rows.items()):
             self._acts[(name, width)] = self.ops.act(rows * self.max_tokens, width)
-            self.n_bytes += self.ops.act_bytes(rows * self.max_tokens, width)
         for (width, n_in), spec in self._moe_needs.items():
-            scratch = self.ops.moe_scratch(self.max_tokens, spec, n_in)
-            self._moe[(width, n_in)] = scratch
-            self.n_bytes += scratch.n_bytes or math.prod(scratch.out.shape) * 4
+            self._moe[(width, n_in)] = self.ops.moe_scratch(self.max_tokens, spec, n_in)
 
     def array(self, name: str, n_tokens: int, width: int) -> Array:
         """View [n_tokens, width], contiguous."""

@@ -390,6 +390,9 @@ class Ops(Protocol):
         beta: Array,
         alpha: Array,
         a: Array,
+    def moe_scratch_bytes(self, max_tokens: int, spec: MoeSpec, n_in: int) -> int:
+        """Bytes that `moe_scratch` takes, for the ledger."""
+
         dt_bias: Array,
         spec: DeltaNetSpec,
         eps: float,
@@ -444,7 +447,6 @@ class MoeScratch:
 
     out: Array  # [max_tokens * k, n_out]
     private: Any
-    n_bytes: int = 0  # of all buffers together, for the ledger
 
 
 @dataclass(slots=True)

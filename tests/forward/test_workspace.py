@@ -17,7 +17,7 @@ def workspace() -> Workspace:
     made.need_array("q", 6)
     made.need_array("gate", 1)
     made.need_act("normed", 32)
-    made.allocate()
+    made.allocate(10)
     return made
 
 

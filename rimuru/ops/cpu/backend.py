@@ -86,6 +86,7 @@ class CpuOps(ReferenceOps):
     prepare_qkv = staticmethod(qkv.prepare_qkv)
     route = staticmethod(routing.route)
     moe_scratch = staticmethod(moe.moe_scratch)
+    moe_scratch_bytes = staticmethod(moe.moe_scratch_bytes)
     moe_experts = staticmethod(moe.moe_experts)
     moe_combine = staticmethod(moe.moe_combine)
     conv_update = staticmethod(recurrent.conv_update)

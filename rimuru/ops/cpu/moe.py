@@ -248,8 +248,7 @@ def _experts_worker(context, index):  # type: ignore[no-untyped-def]
 
 def moe_scratch(max_tokens: int, spec: MoeSpec, n_in: int) -> MoeScratch:
     """Everything the expert kernels need for up to max_tokens tokens of input width n_in."""
-    n_pairs = max_tokens * spec.top_k
-    row_bytes = max(record_row_bytes(spec.width), -(-spec.width // 16) * 64)
+    n_pairs, row_bytes = max_tokens * spec.top_k, _hidden_row_bytes(spec)
     private = _Private(
         aligned_empty(n_pairs * row_bytes).reshape(n_pairs, row_bytes),
         np.zeros((spec.n_experts, _GROUP), np.int64),
@@ -257,6 +256,16 @@ def moe_scratch(max_tokens: int, spec: MoeSpec, n_in: int) -> MoeScratch:
         np.zeros(n_pairs, np.int64),
     )
     return MoeScratch(np.zeros((n_pairs, n_in), np.float32), private)
+
+
+def moe_scratch_bytes(max_tokens: int, spec: MoeSpec, n_in: int) -> int:
+    """See Ops.moe_scratch_bytes."""
+    return max_tokens * spec.top_k * (_hidden_row_bytes(spec) + 8 + 4 * n_in) + spec.n_experts * 8 * (_GROUP + 1)
+
+
+def _hidden_row_bytes(spec: MoeSpec) -> int:
+    """Bytes of one row of the experts' hidden activations: records of 8-bit blocks, or float32."""
+    return max(record_row_bytes(spec.width), -(-spec.width // 16) * 64)
 
 
 def _describe(p: ProjectionLayout, table: ExpertTable, x: Act | None) -> list[int]:

@@ -21,6 +21,7 @@ from rimuru.ops.cuda.launch import Kernel, rehearsal
 from rimuru.ops.cuda.sampling import KERNELS as SAMPLING_KERNELS
 from rimuru.ops.cuda.sampling import Sampler
 from rimuru.ops.cuda.upload import Uploader
+from rimuru.ops.places import ExpertPlaces
 
 _STEP_FIELDS = (
     "token_ids", "positions", "seq_of_token", "query_start", "context_len", "kv_pages", "ssm_pages", "conv_pages",
@@ -111,6 +112,9 @@ class CudaOps:
     def copier(self) -> CudaCopier:
         """Its copies come after the steps queued so far: those may still read or write what is copied over."""
         return CudaCopier(self.info.id, self.info.host_pointers, self.stream)
+    def moe_scratch_bytes(self, max_tokens: int, spec: MoeSpec, n_in: int) -> int:
+        return moe.moe_scratch_bytes(max_tokens, spec, n_in, self.deterministic)
+
 
     def stage(self, batch: Batch) -> Step:
         """One asynchronous copy to a fixed block: equal shapes give equal addresses."""

@@ -114,6 +114,9 @@ class ReferenceOps:
     embed = staticmethod(pointwise.embed)
     rms_norm = staticmethod(pointwise.rms_norm)
     add_norm = staticmethod(pointwise.add_norm)
+    def moe_scratch_bytes(self, max_tokens: int, spec: MoeSpec, n_in: int) -> int:
+        return max_tokens * spec.top_k * n_in * 4
+
     gated_norm = staticmethod(pointwise.gated_norm)
     glu = staticmethod(pointwise.glu)
     multiply = staticmethod(pointwise.multiply)
