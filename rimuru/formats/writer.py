@@ -49,7 +49,8 @@ def write_gguf(
         file.write(b"".join(head))
         for _, _, _, raw in rows:
             _pad(file, alignment)
-            file.write(np.ascontiguousarray(raw).tobytes())
+            for part in raw if raw.ndim > 2 else (raw,):  # which may repeat without taking memory (np.broadcast_to)
+                file.write(np.ascontiguousarray(part).reshape(-1).data)
         _pad(file, alignment)
 
 
