@@ -375,6 +375,9 @@ class Ops(Protocol):
     def moe_scratch(self, max_tokens: int, spec: MoeSpec, n_in: int) -> MoeScratch:
         """Everything the expert kernels need for up to max_tokens tokens of input width n_in."""
 
+    def moe_scratch_bytes(self, max_tokens: int, spec: MoeSpec, n_in: int) -> int:
+        """Bytes that `moe_scratch` takes, for the ledger."""
+
     # ---- recurrent layers (states are read and written in their pages)
     def conv_update(
         self, u: Array, weight: Array, bias: Array | None, silu: bool, step: Step, state: StateLayer, out: Array
@@ -390,9 +393,6 @@ class Ops(Protocol):
         beta: Array,
         alpha: Array,
         a: Array,
-    def moe_scratch_bytes(self, max_tokens: int, spec: MoeSpec, n_in: int) -> int:
-        """Bytes that `moe_scratch` takes, for the ledger."""
-
         dt_bias: Array,
         spec: DeltaNetSpec,
         eps: float,

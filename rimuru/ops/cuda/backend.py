@@ -21,7 +21,6 @@ from rimuru.ops.cuda.launch import Kernel, rehearsal
 from rimuru.ops.cuda.sampling import KERNELS as SAMPLING_KERNELS
 from rimuru.ops.cuda.sampling import Sampler
 from rimuru.ops.cuda.upload import Uploader
-from rimuru.ops.places import ExpertPlaces
 
 _STEP_FIELDS = (
     "token_ids", "positions", "seq_of_token", "query_start", "context_len", "kv_pages", "ssm_pages", "conv_pages",
@@ -105,6 +104,9 @@ class CudaOps:
         self._enter()
         return moe.moe_scratch(max_tokens, spec, n_in, self.deterministic)
 
+    def moe_scratch_bytes(self, max_tokens: int, spec: MoeSpec, n_in: int) -> int:
+        return moe.moe_scratch_bytes(max_tokens, spec, n_in, self.deterministic)
+
     def reserve_pool(self, n_bytes: int, limit_bytes: int) -> pool.MappedPool | pool.PlainPool:
         self._enter()
         return pool.reserve(n_bytes, limit_bytes, self.info.id)
@@ -112,9 +114,6 @@ class CudaOps:
     def copier(self) -> CudaCopier:
         """Its copies come after the steps queued so far: those may still read or write what is copied over."""
         return CudaCopier(self.info.id, self.info.host_pointers, self.stream)
-    def moe_scratch_bytes(self, max_tokens: int, spec: MoeSpec, n_in: int) -> int:
-        return moe.moe_scratch_bytes(max_tokens, spec, n_in, self.deterministic)
-
 
     def stage(self, batch: Batch) -> Step:
         """One asynchronous copy to a fixed block: equal shapes give equal addresses."""

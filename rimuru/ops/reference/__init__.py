@@ -111,12 +111,12 @@ class ReferenceOps:
     def moe_scratch(self, max_tokens: int, spec: MoeSpec, n_in: int) -> MoeScratch:
         return MoeScratch(self.empty((max_tokens * spec.top_k, n_in), np.float32), None)
 
-    embed = staticmethod(pointwise.embed)
-    rms_norm = staticmethod(pointwise.rms_norm)
-    add_norm = staticmethod(pointwise.add_norm)
     def moe_scratch_bytes(self, max_tokens: int, spec: MoeSpec, n_in: int) -> int:
         return max_tokens * spec.top_k * n_in * 4
 
+    embed = staticmethod(pointwise.embed)
+    rms_norm = staticmethod(pointwise.rms_norm)
+    add_norm = staticmethod(pointwise.add_norm)
     gated_norm = staticmethod(pointwise.gated_norm)
     glu = staticmethod(pointwise.glu)
     multiply = staticmethod(pointwise.multiply)
