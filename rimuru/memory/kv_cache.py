@@ -269,17 +269,18 @@ class KvCache:
 
     def evict(self, n_pages: int) -> int:
         """Forget unused blocks, oldest first, until n_pages are free; how many were freed."""
-        n_freed = 0
-        while n_freed < n_pages:
-            block = self.index.evict()
-            if block is None:
-                break
-            n_freed += block.live.size
-            self._forget(block, block.live)
-        return n_freed
+        blocks, pages = self.index.evict(n_pages)
+        if blocks:
+            self.pool.free("kv", pages)
+            for block in blocks:
+                self._tell(block)
+        return pages.size
 
     def _forget(self, block: Block, pages: np.ndarray) -> None:
         self.pool.free("kv", pages)
+        self._tell(block)
+
+    def _tell(self, block: Block) -> None:
         if self.on_evict is not None and self.layout.groups[block.key[0]].window is None:
             self.on_evict(block.key[1])
 

@@ -53,11 +53,16 @@ class Block:
     key: Key
     pages: np.ndarray
     n_users: int
+    n_live: int
+    """Pages that it holds; moves do not change how many."""
 
     @property
     def live(self) -> np.ndarray:
         """The pages that it holds."""
-        return self.pages[self.pages >= 0]
+        return self.pages if self.n_live == self.pages.size else self.pages[self.pages >= 0]
+
+
+_NO_PAGES = np.empty(0, np.int32)
 
 
 class PrefixIndex:
@@ -79,7 +84,7 @@ class PrefixIndex:
         """Make a sequence's own pages findable; it is the first user. None where the prefix is known already."""
         if (group, key) in self._blocks:
             return None
-        block = Block((group, key), pages.copy(), 1)
+        block = Block((group, key), pages.copy(), 1, int(np.count_nonzero(pages >= 0)))
         self._blocks[block.key] = block
         return block
 
@@ -87,7 +92,7 @@ class PrefixIndex:
         """One more sequence uses the block."""
         if block.n_users == 0:
             del self._unused[block.key]
-            self.n_unused_pages -= block.live.size
+            self.n_unused_pages -= block.n_live
         block.n_users += 1
 
     def drop(self, block: Block, keep: bool = True) -> np.ndarray | None:
@@ -99,19 +104,23 @@ class PrefixIndex:
             return None
         if keep:
             self._unused[block.key] = block
-            self.n_unused_pages += block.live.size
+            self.n_unused_pages += block.n_live
             return None
         del self._blocks[block.key]
         return block.live
 
-    def evict(self) -> Block | None:
-        """Forget the block that has been unused for longest; its pages are the caller's. None where all are in use."""
-        if not self._unused:
-            return None
-        _, block = self._unused.popitem(last=False)
-        self.n_unused_pages -= block.live.size
-        del self._blocks[block.key]
-        return block
+    def evict(self, n_pages: int) -> tuple[list[Block], np.ndarray]:
+        """Forget blocks without users, those unused for longest first, until they hold n_pages or none is left. The
+        blocks, and all their pages int32, which are the caller's."""
+        blocks, parts, n_freed = [], [_NO_PAGES], 0
+        while n_freed < n_pages and self._unused:
+            key, block = self._unused.popitem(last=False)
+            del self._blocks[key]
+            blocks.append(block)
+            parts.append(block.live)
+            n_freed += block.n_live
+        self.n_unused_pages -= n_freed
+        return blocks, np.concatenate(parts)
 
     def flip(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Moved pages: blocks that hold a source now hold its target."""
@@ -133,7 +142,9 @@ class PrefixIndex:
         waiting = {key for key, block in self._blocks.items() if block.n_users == 0}
         if waiting != set(self._unused):
             raise AuditError(f"{len(waiting)} prefix blocks have no user, but {len(self._unused)} wait for reuse")
-        n_pages = sum(block.live.size for block in self._unused.values())
+        if any(np.count_nonzero(block.pages >= 0) != block.n_live for block in self._blocks.values()):
+            raise AuditError("a prefix block holds more or fewer pages than it counts")
+        n_pages = sum(block.n_live for block in self._unused.values())
         if n_pages != self.n_unused_pages:
             raise AuditError(f"{n_pages} pages wait for reuse, but {self.n_unused_pages} are counted")
         pages = self.pages()
