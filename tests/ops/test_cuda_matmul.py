@@ -28,26 +28,42 @@ def test_case(ops: Any, case: Case) -> None:
     case.check(ops)
 
 
-@pytest.mark.parametrize("name", ["q4_k", "q6_k", "q5_0", "mxfp4", "f16"])
-def test_rows_do_not_depend_on_the_batch(ops: Any, name: str) -> None:
+FINISHES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shared expert": {"add": True, "scale": 0.22, "row_scale": True},
+    "residual": {"add": True, "scale": 0.22, "bias": True},
+}
+
+
+@pytest.mark.parametrize("finish", FINISHES)
+@pytest.mark.parametrize("n_out", [200, 1100])
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "q5_0", "mxfp4", "iq2_s", "nvfp4", "f16", "bf16", "f32"])
+def test_rows_do_not_depend_on_the_batch(ops: Any, name: str, n_out: int, finish: str) -> None:
+    """Every tile of the integer kernel, with one row and two rows a lane: more than 1024 rows, more than 64 tokens."""
     rng = np.random.default_rng(5)
     fmt = BY_NAME[name]
-    weight = ops.weight(cases.random_rows(rng, fmt, 200, 768), fmt, 768)
     # Without the deterministic switch only up to the batch where tensor cores take over.
-    n_tokens = 40 if ops.deterministic else MAX_GEMV_TOKENS
+    n_tokens = 130 if ops.deterministic else MAX_GEMV_TOKENS
+    wanted = FINISHES[finish]
+    weight = ops.weight(cases.random_rows(rng, fmt, n_out, 768), fmt, 768)
     x = rng.standard_normal((n_tokens, 768)).astype(np.float32)
+    before = rng.standard_normal((n_tokens, n_out)).astype(np.float32)
+    factors = rng.uniform(0.1, 1.0, n_tokens).astype(np.float32)
+    bias = ops.upload(rng.standard_normal(n_out).astype(np.float32)) if wanted.get("bias") else None
 
     def rows(chosen: np.ndarray) -> np.ndarray:
-        out = ops.upload(np.zeros((len(chosen), 200), np.float32))
-        ops.linear(cases.filled_act(ops, x[chosen]), [weight], [out])
+        out = ops.upload(before[chosen])
+        row_scale = ops.upload(factors[chosen]) if wanted.get("row_scale") else None
+        act = cases.filled_act(ops, x[chosen])
+        ops.linear(act, [weight], [out], [bias], wanted.get("add", False), wanted.get("scale", 1.0), row_scale)
         return np.asarray(ops.download(out))
 
     whole = rows(np.arange(n_tokens))
-    for n in (1, 2, 3, n_tokens):
+    for n in (1, 2, 3, 5, 8, 9, 64, 65, n_tokens):
         chosen = rng.permutation(n_tokens)[:n]
-        assert np.array_equal(rows(chosen), whole[chosen])
+        assert np.array_equal(rows(chosen), whole[chosen]), n
 
 
-@pytest.mark.parametrize("n_tokens", [1, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 130])
+@pytest.mark.parametrize("n_tokens", [1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 130])
 def test_every_switch_of_kernel(ops: Any, n_tokens: int) -> None:
     cases.linear_case(f"switch T={n_tokens}", ["q4_k", "q6_k"], [160, 70], 512, n_tokens, full=True).check(ops)

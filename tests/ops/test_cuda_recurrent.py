@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases.common import Case, address_of, compare, make_batch, normal
+from cases.pieces import CUTS, VERBS, Recurrent, delta_net, mamba1, mamba2, run_in_pieces
 from cases.recurrent import CASES, Tokens, delta_case, mamba1_case, mamba2_case
 
 from rimuru.arch.spec import DeltaNetSpec, Mamba1Spec, Mamba2Spec
@@ -35,6 +36,24 @@ def ops() -> Any:
 def test_case(case: Case, ops: Any) -> None:
     inputs = case.inputs()
     compare(case.run(ops, inputs), case.expected(inputs), max(5e-5, 3 * case.tolerance))
+
+
+LARGE = (
+    delta_net(DeltaNetSpec(4, 8, 128, 4, "tiled")),
+    mamba2(Mamba2Spec(256, 128, 4, 1, 4)),
+    mamba1(Mamba1Spec(200, 16, 8, 4)),
+)
+
+
+@pytest.mark.parametrize("verb", (*VERBS, *LARGE), ids=lambda verb: verb.name)
+def test_pieces_and_batches_change_no_bit(verb: Recurrent, ops: Any) -> None:
+    """Single tokens take other kernels than prompts (conv_step, a DeltaNet that prepares for itself): equal bits."""
+    found = {name: run_in_pieces(verb, ops, pieces) for name, pieces in CUTS.items()}
+    expected = found["token by token"]
+    assert np.isfinite(expected["out"]).all()
+    for name, result in found.items():
+        assert np.array_equal(result["out"], expected["out"]), name
+        assert np.array_equal(result["pool"], expected["pool"]), name
 
 
 def test_padding_rows(ops: Any) -> None:
