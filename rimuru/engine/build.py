@@ -392,7 +392,7 @@ class _Builder:
             return DeviceExpertStore(
                 layout, self.pool, view, self.source, self.ops, copier, biases, self.quotas, room.may_grow,
                 max(0, ram_bytes(self.config) - self.snapshot_ram_bytes - self.swap_ram_bytes), n_threads,
-                self.config.residency, factors,
+                self.config.residency, factors, self.config.fill_on_read,
             )  # fmt: skip
         return HostExpertStore(
             layout, self.pool, view, self.source, copier, biases, self.n_buffers, self.quotas,
@@ -430,9 +430,9 @@ class _LateStore:
 
     store: HostExpertStore | DeviceExpertStore | None = None
 
-    def waves(self, layer_slot: int, ids: Array) -> Any:
+    def waves(self, layer_slot: int, ids: Array, positions: Array) -> Any:
         assert self.store is not None
-        return self.store.waves(layer_slot, ids)
+        return self.store.waves(layer_slot, ids, positions)
 
 
 def n_resident_experts(asked: int | float, n_experts: int) -> int:

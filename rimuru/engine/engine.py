@@ -169,6 +169,8 @@ class Engine:
         if env.audit_every_step():
             self.audit()
         elif not self.has_work:
+            if self.store is not None:
+                self.store.catch_up()
             self._audit_when_idle()
         return report
 
@@ -313,6 +315,8 @@ class Engine:
                 sequence.n_cached += n_tokens
         finally:
             self.cache.release(sequence.seq_id, keep_prefix=False)
+            if self.store is not None:
+                self.store.catch_up()
 
     def _reserve_for_score(self, sequence: Sequence, n_tokens: int) -> None:
         while not self.cache.extend(sequence.seq_id, n_tokens):

@@ -53,6 +53,7 @@ class ElasticStore(Protocol):
     def shrink(self, n_experts: int) -> list[tuple[int, int]]: ...
     def expand(self, n_experts: int) -> list[tuple[int, int]]: ...
     def finish_reads(self) -> None: ...
+    def flip(self, sources: np.ndarray, targets: np.ndarray) -> None: ...
 
 
 class CompactingRoom:
@@ -118,7 +119,7 @@ class CompactingRoom:
         """What has to learn that pages of a kind were moved."""
         flips: dict[str, Flip] = {}
         if self.store is not None:
-            flips["expert"] = self.store.view.flip
+            flips["expert"] = self.store.flip
         kinds: tuple[PageKind, ...] = ("kv", "ssm", "conv")
         for kind in kinds:
             flips[kind] = self._cache_flip(kind)

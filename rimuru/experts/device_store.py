@@ -1,14 +1,22 @@
 """The expert store of a device: resident experts in pool pages, the others in host memory that kernels read in place.
 
-Nothing here looks at routing: kernels find every expert through a table on the device, so a step needs no decision of
-the CPU and a decode step stays one graph. Entries change between steps only:
+Kernels find every expert through a table on the device, so a step needs no decision of the CPU and a decode step stays
+one graph. Who is resident is decided in one of two ways:
 
-    shrink:  pool pages -> host slot (copy), table entry -> host slot, pages back to the pool
-    expand:  host slot -> pool pages (copy), table entry -> pages, slot back to the arena
+    by the device  all experts have a copy in host memory, their home. After each router, missed experts are brought
+                   into places that nobody uses in this step (ops/places.py). The host adds places and takes them away,
+                   which costs no copy (a holder is read at home again), and hears of the rest a few steps later.
+    by the host    where host memory does not hold all experts, fill on read is off, or everything is always resident.
+                   Entries change between steps only:
+                       shrink:  pool pages -> host slot (copy), table entry -> host slot, pages back to the pool
+                       expand:  host slot -> pool pages (copy), table entry -> pages, slot back to the arena
+
+Either way the device counts what its tokens choose, and what of it was resident.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,20 +25,28 @@ from itertools import pairwise
 import numpy as np
 
 from rimuru.base.errors import AuditError
-from rimuru.experts.host_arena import HostArena
+from rimuru.base.units import human_bytes
+from rimuru.experts.device_places import DevicePlaces, Heard
+from rimuru.experts.host_arena import BLOCK_BYTES, HostArena
 from rimuru.experts.residency import ResidencyPolicy
 from rimuru.experts.residents import ResidentSet
 from rimuru.experts.source import ExpertSource
-from rimuru.experts.store import StoreCounters
+from rimuru.experts.store import MOST_COUNTED_TOKENS, StoreCounters
 from rimuru.forward.context import Wave
 from rimuru.memory.adjuster import StepRates
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import ExpertLayout
 from rimuru.memory.views import ExpertView
 from rimuru.ops.base import Array, Copier, ExpertTable, Ops
+from rimuru.ops.places import ASKED, FILLS, HITS, STEPS, TOKENS
+
+log = logging.getLogger(__name__)
 
 N_STAGING = 16
 """Experts that are on their way from the file to the device at once."""
+
+REPORT_STEPS = 8
+"""How often the host asks the device what was chosen and who is resident."""
 
 
 class DeviceExpertStore(ResidentSet):
@@ -54,6 +70,7 @@ class DeviceExpertStore(ResidentSet):
         n_threads: int,
         residency: ResidencyPolicy = "auto",
         factors: list[dict[str, Array]] | None = None,
+        fill_on_read: bool = True,
     ) -> None:
         super().__init__(layout, pool, view, quotas, may_grow, False, residency)
         self.source, self.ops, self.copier, self.n_threads = source, ops, copier, n_threads
@@ -62,17 +79,37 @@ class DeviceExpertStore(ResidentSet):
         self.arena = HostArena(copier.alloc_host, ram_bytes)
         self._host: dict[tuple[int, int], np.ndarray] = {}
         self._coming: dict[tuple[int, int], tuple[np.ndarray, object]] = {}
-        self._mirror = ops.upload(view.table.values)
-        self._tables = []
-        for slot, layer in enumerate(layout.layers):
-            start = int(view.entries_before[slot])
-            entries = self._mirror[start : start + layer.n_experts * layer.n_pages]
-            addresses = entries.reshape(layer.n_experts, layer.n_pages)
-            vectors = biases[slot], factors[slot] if factors else {}
-            self._tables.append(ExpertTable(layer, layout.page_bytes, addresses, *vectors))
+        self.places = DevicePlaces(layout, view, pool, ops, copier)
+        self.by_device = fill_on_read and self._keeps_all_at_home(ram_bytes)
+        """Who decides which experts are resident."""
+        self._holders = np.full(layout.n_experts, -1, np.int32)
+        """By the device: of each place (a layer's places begin at the row of its first expert) an expert of the layer,
+        as last heard. Places that nobody holds yet have one in name, so that residents and places are as many."""
+        self._cells = np.flatnonzero(self.residency.exists.reshape(-1))
+        """Where the experts of all layers lie in the arrays of residency."""
+        self._n_unreported = 0
+        self._step_tokens = 1
+        self._tables = [
+            ExpertTable(layer, layout.page_bytes, places.addresses, biases[slot], factors[slot] if factors else {})
+            for slot, (layer, places) in enumerate(zip(layout.layers, self.places.layers, strict=True))
+        ]
 
-    def waves(self, layer_slot: int, ids: Array) -> Iterator[Wave]:
+    def _keeps_all_at_home(self, ram_bytes: int) -> bool:
+        """Whether host memory takes a copy of every expert, and that is good for something."""
+        if self.quotas is not None and sum(self.quotas) == self.layout.n_experts:
+            return False
+        needed = self.layout.n_pages * self.layout.page_bytes
+        if needed + needed // 64 + BLOCK_BYTES <= ram_bytes:
+            return True
+        log.info(
+            "%s of RAM do not hold a copy of all experts (%s): missed ones are read in place and not brought in",
+            human_bytes(ram_bytes), human_bytes(needed),
+        )  # fmt: skip
+        return False
+
+    def waves(self, layer_slot: int, ids: Array, positions: Array) -> Iterator[Wave]:
         """One wave: every expert can be read, wherever it lies."""
+        self.ops.fetch_experts(ids, positions, self.places.layers[layer_slot])
         yield Wave(self._tables[layer_slot], None)
 
     # ---- filling
@@ -84,7 +121,7 @@ class DeviceExpertStore(ResidentSet):
         left = None if self.quotas is None else list(self.quotas)
         places = [(slot, expert, self._pages_for(slot, left)) for slot, expert in wanted]
         for slot, expert, pages in places:
-            if pages is None:
+            if pages is None or self.by_device:
                 self._host[slot, expert] = self.arena.take(self._expert_bytes(slot))
         staging = _Staging(self.copier, min(N_STAGING, len(places)), self.layout.max_pages * self.layout.page_bytes)
         pending: deque[tuple[int, int, np.ndarray | None, int, Future[None]]] = deque()
@@ -95,18 +132,20 @@ class DeviceExpertStore(ResidentSet):
             if pages is None:
                 self._place_in_host(slot, expert)
             else:
-                self._copy_in(staging.buffers[number][: self._expert_bytes(slot)], pages)
+                home = self._host.get((slot, expert))
+                self._copy_in(staging.buffers[number][: self._expert_bytes(slot)] if home is None else home, pages)
                 staging.on_its_way(number)
                 self.settle(slot, expert, pages)
             progress(self.layout.layers[slot].useful_bytes)
 
         with ThreadPoolExecutor(self.n_threads, thread_name_prefix="rimuru-read") as executor:
             for slot, expert, pages in places:
-                number = -1
+                number, target = -1, self._host.get((slot, expert))
                 # Buffers are taken here, in order: readers that waited for one could all be behind the one waited for.
-                while pages is not None and (number := staging.take(wait=not pending)) < 0:
+                while target is None and (number := staging.take(wait=not pending)) < 0:
                     finish_oldest()
-                target = self._host[slot, expert] if pages is None else staging.buffers[number]
+                if target is None:
+                    target = staging.buffers[number]
                 out = target[: self._expert_bytes(slot)].reshape(-1, self.layout.page_bytes)
                 future = executor.submit(self.source.read_expert, slot, expert, out)
                 pending.append((slot, expert, pages, number, future))
@@ -115,7 +154,19 @@ class DeviceExpertStore(ResidentSet):
             while pending:
                 finish_oldest()
         self.copier.wait()
+        self._start_places()
         return self.residency.n_resident
+
+    def _start_places(self) -> None:
+        """The device learns where everything lies, and what a profile says of its use."""
+        homes = np.zeros(self.layout.n_experts, np.int64)
+        if self.by_device:
+            for (slot, expert), home in self._host.items():
+                homes[self.view.row(slot, expert)] = home.ctypes.data
+        self.places.start(homes, self.residency.weights().reshape(-1)[self._cells])
+        self.view.publish(None)
+        self._holders[:] = self.places.holders_at_start()
+        self.places.set_control(self.residency.by_recency, self.by_device)
 
     def _expert_bytes(self, slot: int) -> int:
         return self.layout.layers[slot].n_pages * self.layout.page_bytes
@@ -146,8 +197,15 @@ class DeviceExpertStore(ResidentSet):
 
     # ---- moving
     def shrink(self, n_experts: int) -> list[tuple[int, int]]:
-        """See ResidentSet.shrink: their bytes go to host memory first."""
+        """See ResidentSet.shrink. By the device: whoever holds the places by then is read at home. By the host: their
+        bytes go to host memory first."""
         victims = self.residency.coldest(n_experts)
+        if self.by_device:
+            freed = [self.take_out(slot, expert) for slot, expert in victims]
+            self.places.send()
+            if freed:
+                self.pool.free("expert", np.concatenate(freed))
+            return victims
         page_bytes = self.layout.page_bytes
         for slot, expert in victims:
             pages = self.view.pages(slot, expert)
@@ -162,26 +220,48 @@ class DeviceExpertStore(ResidentSet):
 
     def take_out(self, slot: int, expert: int) -> np.ndarray:
         """Read the expert from its host slot from now on; returns its pages, still allocated."""
+        if self.by_device:
+            held = self._layer_holders(slot)
+            place = int(np.flatnonzero(held == expert)[0])
+            held[place] = -1
+            self.residency.resident[slot, expert] = False
+            return self.places.remove(slot, place)
         pages = self._place_in_host(slot, expert)
         assert pages is not None, "only a resident can be taken out"
         return pages
+
+    def _layer_holders(self, slot: int) -> np.ndarray:
+        return self._holders[int(self.view.rows_before[slot]) : int(self.view.rows_before[slot + 1])]
 
     def loading(self) -> set[tuple[int, int]]:
         return set(self._coming)
 
     def start_read(self, slot: int, expert: int, pages: np.ndarray) -> None:
-        """Queue the copy from the host slot; the table changes when it has happened (begin_step)."""
+        """By the device: one more place, for whoever is missed next. By the host: queue the copy from the host slot;
+        the table changes when it has happened (begin_step)."""
+        if self.by_device:
+            self._n_loading_pages -= len(pages)
+            self.pool.allocator.set_owners("expert", pages, self.view.row(slot, expert))
+            self._layer_holders(slot)[self.places.add(slot, pages)] = expert
+            self.residency.resident[slot, expert] = True
+            return
         self._copy_in(self._host[slot, expert], pages)
         self._coming[slot, expert] = pages, self.copier.record()
         self.counters.n_read += 1
         self.counters.read_bytes += self.layout.layers[slot].useful_bytes
 
     def finish_reads(self) -> None:
-        """See ResidentSet.finish_reads."""
+        """See ResidentSet.finish_reads. What the device brings in comes before the copies that are queued from now."""
         if self._coming:
             self.copier.wait()
         for place in list(self._coming):
             self._arrive(*place)
+
+    def flip(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        if self.by_device:
+            self.places.flip(sources, targets)
+        else:
+            super().flip(sources, targets)
 
     def _arrive(self, slot: int, expert: int) -> None:
         pages, _ = self._coming.pop((slot, expert))
@@ -190,29 +270,100 @@ class DeviceExpertStore(ResidentSet):
 
     # ---- state
     def begin_step(self) -> None:
-        """A new step starts: experts that have arrived become resident, and the table goes to the device."""
-        self.residency.begin_step(1)
+        """A new step starts: what was heard is noted, and what changed goes to the device."""
+        heard = self.places.hear()
+        if heard is not None:
+            self._note(heard)
+        self.residency.begin_step(self._step_tokens)
         for place in [place for place, (_, marker) in self._coming.items() if self.copier.done(marker)]:
             self._arrive(*place)
-        if self.view.publish(None):
-            self.ops.assign(self._mirror, self.view.table.values)
+        if not self.by_device and self.view.publish(None):
+            self.places.set_residents(self.view.table.values, self.residency.resident.reshape(-1)[self._cells])
+        self.places.set_control(self.residency.by_recency, self.by_device)
+        self.places.send()
+        self._n_unreported += 1
+        if self._n_unreported >= REPORT_STEPS:
+            self._n_unreported = 0
+            self.places.ask()
+
+    def catch_up(self) -> None:
+        """Wait for the steps so far, and note everything they chose."""
+        self._note(self.places.hear_now())
+
+    def _note(self, heard: Heard) -> None:
+        """Counters, warmth, and who is resident, from a report."""
+        totals, counters = heard.new_totals, self.counters
+        missed = totals[:, ASKED] - totals[:, HITS]
+        useful = np.array([layer.useful_bytes for layer in self.layout.layers], np.int64)
+        counters.n_asked += int(totals[:, ASKED].sum())
+        counters.n_hits += int(totals[:, HITS].sum())
+        counters.n_read += int(missed.sum())
+        counters.n_filled += int(totals[:, FILLS].sum())
+        counters.read_bytes += int((missed * useful).sum())
+        n_steps = int(totals[:, STEPS].max())
+        if n_steps:
+            self._step_tokens = int(min(max(1, totals[:, TOKENS].max() // n_steps), MOST_COUNTED_TOKENS))
+        counts = np.zeros(self.residency.scores.shape, np.int64)
+        counts.reshape(-1)[self._cells] = heard.new_counts
+        self.residency.touch_all(counts)
+        if self.by_device and heard.is_current:
+            self._take_over(heard.holders)
+
+    def _take_over(self, holders: np.ndarray) -> None:
+        """The device's holders are the residents; places without one keep one in name whom no other place has."""
+        exists = self._holders >= 0
+        is_empty = exists & (holders < 0)
+        self._holders = np.where(exists & ~is_empty, holders, self._holders)
+        for slot in np.unique(np.searchsorted(self.view.rows_before, np.flatnonzero(is_empty), side="right") - 1):
+            rows = slice(int(self.view.rows_before[slot]), int(self.view.rows_before[slot + 1]))
+            held, empty = self._holders[rows], is_empty[rows]
+            taken = set(held[exists[rows] & ~empty].tolist())
+            free = [expert for expert in range(len(held)) if expert not in taken]
+            names = [expert for expert in held[empty].tolist() if expert not in taken]
+            names += [expert for expert in free if expert not in names]
+            held[empty] = names[: int(empty.sum())]
+        places = np.flatnonzero(exists)
+        first = self.view.rows_before[np.searchsorted(self.view.rows_before, places, side="right") - 1]
+        resident = np.zeros(self.layout.n_experts, np.bool_)
+        resident[first + self._holders[places]] = True
+        self.residency.resident.reshape(-1)[self._cells] = resident
 
     def close(self) -> None:
         """Host memory goes back; nothing may read experts any more."""
         self.copier.close()
 
     def audit(self) -> None:
-        """Raise unless every expert is in exactly one place."""
+        """Raise unless every expert is in exactly one place, and the device sees it there."""
+        if self.by_device:
+            self._audit_places()
         self.residency.audit()
         self.view.audit()
         for slot, layer in enumerate(self.layout.layers):
             resident = self.residency.resident[slot, : layer.n_experts]
-            if (self.view.is_resident(slot) != resident).any() or (self.view.layer(slot) == 0).any():
+            if not self.by_device and (self.view.is_resident(slot) != resident).any():
                 raise AuditError(f"layer slot {slot}: table and residency disagree")
-        if len(self._host) + self.residency.n_resident != self.layout.n_experts:
+            if (self.view.layer(slot) == 0).any():
+                raise AuditError(f"layer slot {slot}: an expert can be read nowhere")
+        n_elsewhere = 0 if self.by_device else self.residency.n_resident
+        if len(self._host) + n_elsewhere != self.layout.n_experts:
             raise AuditError(
-                f"{len(self._host)} experts in host memory and {self.residency.n_resident} resident make "
+                f"{len(self._host)} experts in host memory and {n_elsewhere} only in the pool make "
                 f"{self.layout.n_experts}"
+            )
+
+    def _audit_places(self) -> None:
+        """Make the view exact, and compare it with the device's table and the pool."""
+        heard = self.places.hear_now()
+        self._note(heard)
+        self.places.update_view(heard.holders)
+        if (self.ops.download(self.places.arrays.addresses) != self.view.table.values).any():
+            raise AuditError("the device reads an expert elsewhere than the host thinks")
+        n_pages = int((self.residency.resident.sum(axis=1) * self.residency.n_pages).sum())
+        lent = self.pool.stats()["views"]["expert"]["pages"]
+        if n_pages + self._n_loading_pages != lent or int((self._holders >= 0).sum()) != self.residency.n_resident:
+            raise AuditError(
+                f"{int((self._holders >= 0).sum())} places, {self.residency.n_resident} residents with {n_pages} "
+                f"pages, {self._n_loading_pages} being filled: the pool lent {lent} to experts"
             )
 
 
@@ -234,7 +385,9 @@ class _Staging:
         return self._free.pop() if self._free else -1
 
     def on_its_way(self, number: int) -> None:
-        """The buffer's copy has been queued; it is free when that is done."""
+        """The buffer's copy (number -1: of no buffer) has been queued; it is free when that is done."""
+        if number < 0:
+            return
         self._in_flight.append((self.copier.record(), number))
 
 

@@ -137,6 +137,13 @@ class ResidentSet:
     def finish_reads(self) -> None:
         """Wait for what `expand` has begun. Before pages move."""
 
+    def flip(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Pages int32 [n] have been copied from sources to targets: read them there."""
+        self.view.flip(sources, targets)
+
+    def catch_up(self) -> None:
+        """Note what steps have used that nobody has heard of yet."""
+
     def audit(self) -> None:
         """Raise unless table, residency and allocator tell the same story."""
         self.residency.audit()

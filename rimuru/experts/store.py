@@ -44,6 +44,8 @@ class StoreCounters:
     n_hits: int = 0
     n_read: int = 0
     read_bytes: int = 0
+    n_filled: int = 0
+    """Of those read on a device: brought into the pool on the way."""
 
     @property
     def hit_rate(self) -> float:
@@ -114,7 +116,7 @@ class HostExpertStore(ResidentSet):
         return buffers
 
     # ---- what layers ask
-    def waves(self, layer_slot: int, ids: Array) -> Iterator[Wave]:
+    def waves(self, layer_slot: int, ids: Array, positions: Array) -> Iterator[Wave]:
         """See forward.context.ExpertReader. Experts are grouped so that each is active in exactly one wave."""
         self._end_waves()
         self._open_waves = self._waves(layer_slot, ids)

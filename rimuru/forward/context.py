@@ -28,9 +28,9 @@ class Wave:
 class ExpertReader(Protocol):
     """The only door to experts (experts/store.py)."""
 
-    def waves(self, layer_slot: int, ids: Array) -> Iterator[Wave]:
+    def waves(self, layer_slot: int, ids: Array, positions: Array) -> Iterator[Wave]:
         """Make the experts named in ids (int32 [T, k]) readable, in one or more turns. A turn's experts stay
-        readable until the next one is asked for."""
+        readable until the next one is asked for. Rows at position -1 (int32 [T]) are padding."""
 
 
 @dataclass(slots=True)

@@ -102,7 +102,7 @@ class MoeFfn:
             self.tap.chosen(self.layer_slot, ids)
         scratch = ws.moe(spec, self.expert_width)
         source = self._latent_input(a, n) if self.latent else a
-        for wave in self.experts.waves(self.layer_slot, ids):
+        for wave in self.experts.waves(self.layer_slot, ids, step.positions):
             ops.moe_experts(source, ids, wave.table, wave.active, spec, scratch)
         if self.latent:
             self._latent_output(scratch, weights, out, add, scale, n)

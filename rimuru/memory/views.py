@@ -121,7 +121,7 @@ class ExpertView:
 
     def flip(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Moved pages: entries at a source now name its target."""
-        entries, ids = _moved(self.page_ids, sources, targets)
+        entries, ids = moved_entries(self.page_ids, sources, targets)
         self.page_ids[entries] = ids
         self.table.set(entries, self.pool.addresses("expert", ids))
 
@@ -178,7 +178,7 @@ class SequenceView:
     def flip(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Moved pages: entries at a source now name its target, in every slot."""
         flat = self.ids.reshape(-1)
-        entries, ids = _moved(flat, sources, targets)
+        entries, ids = moved_entries(flat, sources, targets)
         flat[entries] = ids
 
 
@@ -221,7 +221,7 @@ class ConvView(SequenceView):
         super().__init__(pool, len(layout.layers))
 
 
-def _moved(ids: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def moved_entries(ids: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(entries of ids that name a source, their targets)."""
     order = np.argsort(sources)
     entries = np.flatnonzero(np.isin(ids, sources))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from rimuru.arch.spec import DeltaNetSpec, Mamba1Spec, Mamba2Spec, MoeSpec
 from rimuru.batch import Batch
 from rimuru.formats.quants import QuantFormat
 from rimuru.memory.specs import ConvLayout, ExpertLayerLayout, KvGroupLayout, SsmLayout
+
+if TYPE_CHECKING:
+    from rimuru.ops.places import ExpertPlaces, LayerPlaces
 
 Array = Any
 
@@ -371,6 +374,18 @@ class Ops(Protocol):
 
     def moe_combine(self, scratch: MoeScratch, weights: Array, out: Array, add: bool, scale: float) -> None:
         """out[t] (+)= scale * sum over slots, in order, of weights[t, slot] * scratch.out[t * k + slot]. out [T, w]."""
+
+    def fetch_experts(self, ids: Array, positions: Array, places: LayerPlaces) -> None:
+        """Count what a layer's tokens chose, and bring experts that are in no place into places: empty ones first, then
+        those of experts that no token of the step chose. ids int32 [T, k]: rows at position -1 are not counted and
+        become -1. Who finds no place stays where it is."""
+
+    def set_places(self, commands: Array, n_commands: int, places: ExpertPlaces) -> None:
+        """Give places other pages, to which their bytes have been copied, or new ones; zeros take them away, and who
+        held one is read in host memory again. commands int64 [n, 4 + max pages] (ops/places.py)."""
+
+    def address(self, array: Array) -> int:
+        """Address of an array's first element, for a Copier."""
 
     def moe_scratch(self, max_tokens: int, spec: MoeSpec, n_in: int) -> MoeScratch:
         """Everything the expert kernels need for up to max_tokens tokens of input width n_in."""

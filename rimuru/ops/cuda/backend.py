@@ -13,7 +13,19 @@ from rimuru.batch import Batch
 from rimuru.formats.quants import QuantFormat
 from rimuru.memory.specs import KvGroupLayout
 from rimuru.ops.base import Act, Array, MoeScratch, Step, Weight
-from rimuru.ops.cuda import attention, embed, head_linear, loader, matmul, moe, pointwise, pool, recurrent, routing
+from rimuru.ops.cuda import (
+    attention,
+    embed,
+    head_linear,
+    loader,
+    matmul,
+    moe,
+    pointwise,
+    pool,
+    recurrent,
+    residency,
+    routing,
+)
 from rimuru.ops.cuda.copier import CudaCopier
 from rimuru.ops.cuda.device import DeviceInfo, StagedBytes
 from rimuru.ops.cuda.graphs import DecodeGraphs, bucket_of
@@ -21,6 +33,7 @@ from rimuru.ops.cuda.launch import Kernel, rehearsal
 from rimuru.ops.cuda.sampling import KERNELS as SAMPLING_KERNELS
 from rimuru.ops.cuda.sampling import Sampler
 from rimuru.ops.cuda.upload import Uploader
+from rimuru.ops.places import ExpertPlaces
 
 _STEP_FIELDS = (
     "token_ids", "positions", "seq_of_token", "query_start", "context_len", "kv_pages", "ssm_pages", "conv_pages",
@@ -86,6 +99,13 @@ class CudaOps:
     def assign(self, target: Array, host: np.ndarray) -> None:
         self._enter()
         target.set(np.ascontiguousarray(host), stream=self.stream)
+
+    def set_places(self, commands: Array, n_commands: int, places: ExpertPlaces) -> None:
+        self._enter()  # called between steps
+        residency.set_places(commands, n_commands, places)
+
+    def address(self, array: Array) -> int:
+        return int(array.data.ptr)
 
     def weight(self, raw: np.ndarray, fmt: QuantFormat, n_in: int) -> Weight:
         matmul.check_width(fmt, n_in)
@@ -222,3 +242,4 @@ class CudaOps:
     replay_routing = staticmethod(routing.replay_routing)
     moe_experts = staticmethod(moe.moe_experts)
     moe_combine = staticmethod(moe.moe_combine)
+    fetch_experts = staticmethod(residency.fetch_experts)

@@ -17,7 +17,7 @@ from rimuru.formats.quants import QuantFormat
 from rimuru.memory.specs import KvGroupLayout
 from rimuru.ops.base import Act, Array, MoeScratch, Step, Weight
 from rimuru.ops.host import HostCopier, HostPool
-from rimuru.ops.reference import attention, matmul, moe, pointwise, recurrent, sampling
+from rimuru.ops.reference import attention, matmul, moe, pointwise, recurrent, residency, sampling
 
 
 class ReferenceOps:
@@ -49,6 +49,9 @@ class ReferenceOps:
 
     def assign(self, target: Array, host: np.ndarray) -> None:
         target[...] = host
+
+    def address(self, array: Array) -> int:
+        return int(array.ctypes.data)
 
     def replay_routing(self, recorded: Array, layer_slot: int, ids: Array) -> None:
         ids[...] = recorded[:, layer_slot]
@@ -130,6 +133,8 @@ class ReferenceOps:
     route = staticmethod(moe.route)
     moe_experts = staticmethod(moe.moe_experts)
     moe_combine = staticmethod(moe.moe_combine)
+    fetch_experts = staticmethod(residency.fetch_experts)
+    set_places = staticmethod(residency.set_places)
     conv_update = staticmethod(recurrent.conv_update)
     delta_net = staticmethod(recurrent.delta_net)
     mamba2 = staticmethod(recurrent.mamba2)

@@ -1,0 +1,207 @@
+// Which experts hold a layer's places in the pool: chosen on the device, after the router, inside the decode graph.
+//
+// moe_fetch, once per layer and step: counts what the tokens chose; gives missed experts (chosen, and in no place) an
+// empty place or that of a resident which no token of this step chose; copies their bytes from host memory; then the
+// table names the new place. Bytes come over the link once, and the expert kernels that follow read the pool.
+//
+//   score' = score * exp(-tokens / decay_tokens) + chosen          tokens of this step, for every expert
+//   missed experts, the highest score' first, meet empty places, then victims, the coldest first:
+//     by recency: the longest unused (then the lowest score'); else the lowest score', if below that of who comes
+//
+// Who gets no place is read where it lies in host memory. Every block makes the same plan from the same state and copies
+// its share; the last one to end writes the new state. Grid: any number of blocks of 256 threads (they share the copies).
+// Moves the bytes of the missed experts that get a place.
+//
+// moe_set_places (one warp): the host gives a layer's places other pages, new ones, or takes them away.
+
+#include "common/follow.cuh"
+#include "common/types.cuh"
+
+#define MAX_EXPERTS 1024
+#define MAX_FILLS 64
+#define FETCH_THREADS 256
+#define VECTORS 4  // of 16 bytes, under way at once in a thread
+#define CHUNK_BYTES (FETCH_THREADS * VECTORS * 16)
+
+enum { NOT_CONCERNED = 0, MISSED = 1, MAY_LEAVE = 2 };
+enum { BY_RECENCY = 0, MOST_FILLS = 1 };                                      // control
+enum { STEPS = 0, TOKENS = 1, ASKED = 2, HITS = 3, FILLS = 4, ARRIVALS = 7 };  // totals
+
+struct FetchPlan {
+    int chosen[MAX_EXPERTS];  // assignments of each expert
+    u64 keys[MAX_EXPERTS];    // order among those of the same kind
+    u8 kinds[MAX_EXPERTS];
+    u8 empty[MAX_EXPERTS];    // place exists and nobody holds it
+    int comers[MAX_FILLS], victims[MAX_FILLS], places[MAX_FILLS];
+    int n_tokens, n_asked, n_missed, n_victims, n_empty, n_fills, is_last;
+};
+
+__device__ __forceinline__ float new_score(float score, float decay, int chosen) {
+    return fmaf(score, decay, (float)chosen);
+}
+
+// Experts of a kind before expert e: those with a lower key (`ascending`) or a higher one; equal ones by number.
+__device__ __forceinline__ int rank_of(const FetchPlan& plan, int e, int n_experts, bool ascending) {
+    u64 key = plan.keys[e];
+    int kind = plan.kinds[e], rank = 0;
+    for (int f = 0; f < n_experts; f++) {
+        u64 other = plan.keys[f];
+        bool before = (ascending ? other < key : other > key) || (other == key && f < e);
+        rank += plan.kinds[f] == kind && before;
+    }
+    return rank;
+}
+
+extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
+    moe_fetch(int* __restrict__ ids,              // [T, top_k]; rows of padding become -1
+              const int* __restrict__ positions,  // [T], -1 = a row of padding
+              i64* __restrict__ addresses,        // [n_experts, n_pages], the layer's table
+              const i64* __restrict__ homes,      // [n_experts], where all pages of an expert lie in host memory
+              const i64* __restrict__ pages,      // [n_experts, n_pages], the pages of each place, 0 = no place
+              int* __restrict__ holders,          // [n_experts], who holds each place, -1 = nobody
+              int* __restrict__ place_of,         // [n_experts], -1 = in none
+              int* __restrict__ last_used,        // [n_experts], step, 0 = never
+              float* __restrict__ scores,         // [n_experts]
+              int* __restrict__ counts,           // [n_experts], assignments since the start
+              int* __restrict__ totals,           // [8], see above
+              const int* __restrict__ control,    // [2], see above
+              int n_tokens, int top_k, int n_experts, int n_pages, int page_bytes, float decay_tokens) {
+    __shared__ FetchPlan plan;
+    follow_predecessor();
+    int thread = threadIdx.x;
+    for (int e = thread; e < n_experts; e += FETCH_THREADS) plan.chosen[e] = 0;
+    if (thread == 0) {
+        plan.n_tokens = plan.n_asked = plan.n_missed = plan.n_victims = plan.n_empty = plan.n_fills = 0;
+    }
+    __syncthreads();
+    for (int i = thread; i < n_tokens * top_k; i += FETCH_THREADS) {
+        int e = ids[i], token = i / top_k;
+        if (positions[token] < 0) continue;
+        if (i % top_k == 0) atomicAdd(&plan.n_tokens, 1);
+        if ((u32)e < (u32)n_experts) atomicAdd(&plan.chosen[e], 1);
+    }
+    __syncthreads();
+    // Who is concerned, and in which order.
+    bool by_recency = control[BY_RECENCY] != 0;
+    float decay = expf(-(float)plan.n_tokens / decay_tokens);
+    for (int e = thread; e < n_experts; e += FETCH_THREADS) {
+        int n = plan.chosen[e];
+        bool resident = place_of[e] >= 0;
+        u64 heat = (u64)__float_as_uint(new_score(scores[e], decay, n));  // of numbers >= 0, in their order
+        int kind = n > 0 ? (resident ? NOT_CONCERNED : MISSED) : (resident ? MAY_LEAVE : NOT_CONCERNED);
+        plan.kinds[e] = (u8)kind;
+        plan.keys[e] = kind == MAY_LEAVE && by_recency ? (u64)(u32)last_used[e] << 32 | heat : heat;
+        bool is_empty = pages[(i64)e * n_pages] != 0 && holders[e] < 0;
+        plan.empty[e] = is_empty;
+        if (n > 0) atomicAdd(&plan.n_asked, 1);
+        if (kind == MISSED) atomicAdd(&plan.n_missed, 1);
+        if (kind == MAY_LEAVE) atomicAdd(&plan.n_victims, 1);
+        if (is_empty) atomicAdd(&plan.n_empty, 1);
+    }
+    __syncthreads();
+    int most = min(min(plan.n_missed, min(control[MOST_FILLS], MAX_FILLS)), plan.n_empty + plan.n_victims);
+    if (most > 0) {
+        for (int e = thread; e < n_experts; e += FETCH_THREADS) {
+            if (plan.empty[e]) {
+                int rank = 0;
+                for (int p = 0; p < e; p++) rank += plan.empty[p];
+                if (rank < MAX_FILLS) plan.places[rank] = e, plan.victims[rank] = -1;
+            }
+            if (plan.kinds[e] == MISSED) {
+                int rank = rank_of(plan, e, n_experts, false);
+                if (rank < MAX_FILLS) plan.comers[rank] = e;
+            } else if (plan.kinds[e] == MAY_LEAVE) {
+                int rank = plan.n_empty + rank_of(plan, e, n_experts, true);
+                if (rank < MAX_FILLS) plan.places[rank] = place_of[e], plan.victims[rank] = e;
+            }
+        }
+        __syncthreads();
+        if (thread < most) {  // keys fall on one side and rise on the other: whoever may come forms a beginning
+            int victim = plan.victims[thread];
+            bool comes = victim < 0 || by_recency || plan.keys[victim] < plan.keys[plan.comers[thread]];
+            if (comes) atomicAdd(&plan.n_fills, 1);
+        }
+        __syncthreads();
+    }
+    int n_fills = plan.n_fills, page_chunks = (page_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
+    for (int c = blockIdx.x; c < n_fills * n_pages * page_chunks; c += gridDim.x) {
+        int chunk = c % page_chunks, page = c / page_chunks % n_pages, fill = c / page_chunks / n_pages;
+        const uint4* from = (const uint4*)(homes[plan.comers[fill]] + (i64)page * page_bytes);
+        uint4* to = (uint4*)pages[(i64)plan.places[fill] * n_pages + page];
+        int first = chunk * (CHUNK_BYTES / 16) + thread, n_vectors = page_bytes / 16;
+        uint4 values[VECTORS];
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++) {
+            int at = first + v * FETCH_THREADS;
+            if (at < n_vectors) values[v] = from[at];
+        }
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++) {
+            int at = first + v * FETCH_THREADS;
+            if (at < n_vectors) to[at] = values[v];
+        }
+    }
+    __threadfence();
+    __syncthreads();
+    if (thread == 0) plan.is_last = atomicInc((u32*)totals + ARRIVALS, gridDim.x - 1) == gridDim.x - 1;
+    __syncthreads();
+    if (!plan.is_last) return;
+    __threadfence();
+    // Everybody has copied, and read what follows for the last time.
+    for (int i = thread; i < n_fills * n_pages; i += FETCH_THREADS) {
+        int fill = i / n_pages, page = i % n_pages, victim = plan.victims[fill], comer = plan.comers[fill];
+        if (victim >= 0) addresses[(i64)victim * n_pages + page] = homes[victim] + (i64)page * page_bytes;
+        addresses[(i64)comer * n_pages + page] = pages[(i64)plan.places[fill] * n_pages + page];
+    }
+    for (int fill = thread; fill < n_fills; fill += FETCH_THREADS) {
+        if (plan.victims[fill] >= 0) place_of[plan.victims[fill]] = -1;
+        place_of[plan.comers[fill]] = plan.places[fill];
+        holders[plan.places[fill]] = plan.comers[fill];
+    }
+    int step = totals[STEPS] + 1;
+    for (int e = thread; e < n_experts; e += FETCH_THREADS) {
+        int n = plan.chosen[e];
+        scores[e] = new_score(scores[e], decay, n);
+        if (n == 0) continue;
+        last_used[e] = step;
+        counts[e] = (int)((u32)counts[e] + (u32)n);
+    }
+    for (int i = thread; i < n_tokens * top_k; i += FETCH_THREADS) {
+        if (positions[i / top_k] < 0) ids[i] = -1;
+    }
+    __syncthreads();
+    if (thread == 0) {
+        totals[STEPS] = step;
+        totals[TOKENS] = (int)((u32)totals[TOKENS] + (u32)plan.n_tokens);
+        totals[ASKED] = (int)((u32)totals[ASKED] + (u32)plan.n_asked);
+        totals[HITS] = (int)((u32)totals[HITS] + (u32)(plan.n_asked - plan.n_missed));
+        totals[FILLS] = (int)((u32)totals[FILLS] + (u32)n_fills);
+    }
+}
+
+extern "C" __global__ void
+    moe_set_places(const i64* __restrict__ commands,  // [n, 4 + max_pages]: first expert of the layer over all layers,
+                                                      // first table entry, n_pages, place, then its pages or zeros
+                   i64* __restrict__ addresses,       // of all layers, one after the other; so are the following
+                   const i64* __restrict__ homes, i64* __restrict__ pages, int* __restrict__ holders,
+                   int* __restrict__ place_of, int n_commands, int max_pages, int page_bytes) {
+    follow_predecessor();
+    for (int c = 0; c < n_commands; c++) {
+        const i64* command = commands + (i64)c * (4 + max_pages);
+        i64 row = command[0], entry = command[1];
+        int n_pages = (int)command[2], place = (int)command[3], holder = holders[row + place];
+        const i64* given = command + 4;
+        bool goes = given[0] == 0;
+        __syncwarp();
+        for (int j = threadIdx.x; j < n_pages; j += 32) {
+            pages[entry + (i64)place * n_pages + j] = given[j];
+            if (holder >= 0)
+                addresses[entry + (i64)holder * n_pages + j] = goes ? homes[row + holder] + (i64)j * page_bytes : given[j];
+        }
+        if (threadIdx.x == 0 && goes) {
+            holders[row + place] = -1;
+            if (holder >= 0) place_of[row + holder] = -1;
+        }
+        __syncwarp();
+    }
+}

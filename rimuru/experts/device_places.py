@@ -1,0 +1,243 @@
+"""The host's side of places: page sets of a layer that the device hands out among the layer's experts (ops/places.py).
+
+The host adds places, takes them away and moves them: commands in the order of the stream, so that nobody waits. Who
+holds a place, what was chosen and what was hit is heard a few steps late, by a copy beside the steps (`hear`), or
+exactly by waiting (`hear_now`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rimuru.memory.page_pool import PagePool
+from rimuru.memory.specs import ExpertLayout
+from rimuru.memory.views import ExpertView, moved_entries
+from rimuru.ops.base import Copier, Ops
+from rimuru.ops.places import (
+    BY_RECENCY,
+    COMMAND_FIELDS,
+    MAX_COMMANDS,
+    MAX_FILLS,
+    MOST_FILLS,
+    N_TOTALS,
+    ExpertPlaces,
+    LayerPlaces,
+)
+
+PLACE_BYTES = 8 + 5 * 4
+"""Device bytes of an expert's state, besides its table entries."""
+
+
+def places_bytes(layout: ExpertLayout) -> int:
+    """Device bytes of the arrays of DevicePlaces and of the table; for the ledger."""
+    commands = MAX_COMMANDS * (COMMAND_FIELDS + layout.max_pages) * 8
+    return 16 * layout.n_pages + PLACE_BYTES * layout.n_experts + 4 * (N_TOTALS * len(layout.layers) + 2) + commands
+
+
+@dataclass(slots=True)
+class Heard:
+    """What the device reported. R = experts over all layers, L = layers."""
+
+    holders: np.ndarray  # int32 [R]; row of a layer's first expert + place -> expert of the layer, -1 = nobody
+    new_counts: np.ndarray  # int64 [R], assignments since the last report
+    new_totals: np.ndarray  # int64 [L, N_TOTALS], since the last report
+    is_current: bool
+    """False: places came, went or moved since; the holders are of another time."""
+
+
+class DevicePlaces:
+    """Places of all layers of one model. A place is a number below the layer's number of experts."""
+
+    def __init__(self, layout: ExpertLayout, view: ExpertView, pool: PagePool, ops: Ops, copier: Copier) -> None:
+        self.layout, self.view, self.pool, self.ops, self.copier = layout, view, pool, ops, copier
+        n_experts, n_entries, n_layers = layout.n_experts, layout.n_pages, len(layout.layers)
+        self.page_ids = np.full(n_entries, -1, np.int32)
+        """Pool pages of the places; a place's entries lie like those of the expert of its number."""
+        self._heard_array = ops.empty((2 * n_experts + N_TOTALS * n_layers,), np.int32)
+        parts = np.cumsum([n_experts, n_experts])
+        self.arrays = ExpertPlaces(
+            page_bytes=layout.page_bytes,
+            addresses=ops.empty((n_entries,), np.int64),
+            homes=ops.empty((n_experts,), np.int64),
+            pages=ops.empty((n_entries,), np.int64),
+            holders=self._heard_array[: parts[0]],
+            place_of=ops.empty((n_experts,), np.int32),
+            last_used=ops.empty((n_experts,), np.int32),
+            scores=ops.empty((n_experts,), np.float32),
+            counts=self._heard_array[parts[0] : parts[1]],
+            totals=self._heard_array[parts[1] :],
+            control=ops.empty((2,), np.int32),
+        )
+        self.layers = [self._layer(slot) for slot in range(n_layers)]
+        self._commands = ops.empty((MAX_COMMANDS, COMMAND_FIELDS + layout.max_pages), np.int64)
+        self._queued: list[np.ndarray] = []
+        self._control = np.zeros(2, np.int32)
+        self._mailbox = copier.alloc_host(4 * (2 * n_experts + N_TOTALS * n_layers)).view(np.int32)
+        self._last = np.zeros(self._mailbox.size, np.int32)
+        self._marker: object = None
+        self._is_asked = False
+        self._asked_at = self._epoch = 0
+        self.start(np.zeros(n_experts, np.int64), np.zeros(n_experts, np.float32))
+
+    def _layer(self, slot: int) -> LayerPlaces:
+        a, layer, view = self.arrays, self.layout.layers[slot], self.view
+        rows = slice(int(view.rows_before[slot]), int(view.rows_before[slot + 1]))
+        entries = slice(int(view.entries_before[slot]), int(view.entries_before[slot + 1]))
+        shape = (layer.n_experts, layer.n_pages)
+        return LayerPlaces(
+            layer, self.layout.page_bytes, a.addresses[entries].reshape(shape), a.homes[rows],
+            a.pages[entries].reshape(shape), a.holders[rows], a.place_of[rows], a.last_used[rows], a.scores[rows],
+            a.counts[rows], a.totals[slot * N_TOTALS : (slot + 1) * N_TOTALS], a.control,
+        )  # fmt: skip
+
+    # ---- the beginning
+    def start(self, homes: np.ndarray, scores: np.ndarray) -> None:
+        """Residents, as the view has them, hold places of their own number; others are read at their homes int64 [R].
+        The view's table says where each expert is read from. scores float32 [R]."""
+        rows = self.view.page_ids.copy()
+        self.page_ids[:] = rows
+        self._homes = homes
+        ops, a = self.ops, self.arrays
+        ops.assign(a.addresses, self.view.table.values)
+        ops.assign(a.homes, homes)
+        ops.assign(a.pages, self.pool.addresses("expert", rows))
+        ops.assign(a.place_of, self.holders_at_start())
+        ops.assign(a.last_used, np.zeros(len(homes), np.int32))
+        ops.assign(a.scores, scores.astype(np.float32))
+        self._last[:] = 0
+        self._last[: len(homes)] = self.holders_at_start()
+        ops.assign(self._heard_array, self._last)
+        ops.assign(a.control, self._control)
+
+    def holders_at_start(self) -> np.ndarray:
+        """int32 [R], as in Heard, before any step."""
+        return np.where(self._first_ids() >= 0, self._numbers(), -1)
+
+    def _numbers(self) -> np.ndarray:
+        """Number within its layer of each of the R experts, int32."""
+        return np.concatenate([np.arange(layer.n_experts, dtype=np.int32) for layer in self.layout.layers])
+
+    def _first_ids(self) -> np.ndarray:
+        """First pool page of each of the R places, -1 = no such place."""
+        parts = [
+            self.page_ids[layer_entries].reshape(layer.n_experts, layer.n_pages)[:, 0]
+            for layer, layer_entries in zip(self.layout.layers, self._entry_spans(), strict=True)
+        ]
+        return np.concatenate(parts)
+
+    def _entry_spans(self) -> list[slice]:
+        edges = self.view.entries_before
+        return [slice(int(edges[slot]), int(edges[slot + 1])) for slot in range(len(self.layout.layers))]
+
+    def layer_pages(self, slot: int) -> np.ndarray:
+        """Pool page ids int32 [n_experts, n_pages] of a layer's places, -1 = no such place: a window."""
+        layer = self.layout.layers[slot]
+        return self.page_ids[self._entry_spans()[slot]].reshape(layer.n_experts, layer.n_pages)
+
+    # ---- commands
+    def add(self, slot: int, pages: np.ndarray) -> int:
+        """One more place, still empty; its number. A layer has at most as many as experts."""
+        ids = self.layer_pages(slot)
+        place = int(np.flatnonzero(ids[:, 0] < 0)[0])
+        ids[place] = pages
+        self._command(slot, place, self.pool.addresses("expert", pages))
+        return place
+
+    def remove(self, slot: int, place: int) -> np.ndarray:
+        """Take a place away; its pages, which may be given to others once `send` has been called."""
+        ids = self.layer_pages(slot)
+        pages = ids[place].copy()
+        ids[place] = -1
+        self._command(slot, place, np.zeros(len(pages), np.int64))
+        return pages
+
+    def flip(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Pages whose bytes have been copied: places at a source lie at its target now."""
+        entries, ids = moved_entries(self.page_ids, sources, targets)
+        self.page_ids[entries] = ids
+        for slot, span in enumerate(self._entry_spans()):
+            inside = entries[(entries >= span.start) & (entries < span.stop)] - span.start
+            for place in np.unique(inside // self.layout.layers[slot].n_pages):
+                addresses = self.pool.addresses("expert", self.layer_pages(slot)[place])
+                self._command(slot, int(place), addresses)
+        self.send()
+
+    def _command(self, slot: int, place: int, addresses: np.ndarray) -> None:
+        row = np.zeros(COMMAND_FIELDS + self.layout.max_pages, np.int64)
+        n_pages = self.layout.layers[slot].n_pages
+        row[:COMMAND_FIELDS] = self.view.rows_before[slot], self.view.entries_before[slot], n_pages, place
+        row[COMMAND_FIELDS : COMMAND_FIELDS + n_pages] = addresses
+        self._queued.append(row)
+        self._epoch += 1
+
+    def send(self) -> None:
+        """Queue the commands behind the steps so far."""
+        for start in range(0, len(self._queued), MAX_COMMANDS):
+            rows = self._queued[start : start + MAX_COMMANDS]
+            block = np.zeros((MAX_COMMANDS, COMMAND_FIELDS + self.layout.max_pages), np.int64)
+            block[: len(rows)] = rows
+            self.ops.assign(self._commands, block)
+            self.ops.set_places(self._commands, len(rows), self.arrays)
+        self._queued.clear()
+
+    def set_control(self, by_recency: bool, fills: bool) -> None:
+        """Who leaves first, and whether missed experts are brought in at all."""
+        wanted = np.zeros(2, np.int32)
+        wanted[BY_RECENCY], wanted[MOST_FILLS] = by_recency, MAX_FILLS if fills else 0
+        if (wanted != self._control).any():
+            self._control = wanted
+            self.ops.assign(self.arrays.control, wanted)
+
+    def set_residents(self, table: np.ndarray, resident: np.ndarray) -> None:
+        """Where the host decides by itself: the table int64 [N], and who is resident bool [R]."""
+        self.ops.assign(self.arrays.addresses, table)
+        self.ops.assign(self.arrays.place_of, np.where(resident, 0, -1).astype(np.int32))
+
+    # ---- reports
+    def ask(self) -> None:
+        """Queue the copy of a report behind the steps so far, unless one is under way."""
+        if not self._is_asked:
+            self.copier.copy_out(self._mailbox, self.ops.address(self._heard_array))
+            self._marker, self._is_asked, self._asked_at = self.copier.record(), True, self._epoch
+
+    def hear(self) -> Heard | None:
+        """The report that was asked for, if it is there."""
+        if not self._is_asked or not self.copier.done(self._marker):
+            return None
+        return self._take()
+
+    def hear_now(self) -> Heard:
+        """Everything up to now; waits for the steps so far."""
+        self.send()
+        if self._is_asked:  # its buffer is in use: let it come, and count it together with the next
+            self.copier.wait(self._marker)
+            self._is_asked = False
+        self.ask()
+        self.copier.wait(self._marker)
+        return self._take()
+
+    def _take(self) -> Heard:
+        self._is_asked = False
+        n, now = self.layout.n_experts, self._mailbox.copy()
+        new = (now.view(np.uint32) - self._last.view(np.uint32)).astype(np.int64)
+        self._last = now
+        totals = new[2 * n :].reshape(-1, N_TOTALS)
+        return Heard(now[:n], new[n : 2 * n], totals, self._asked_at == self._epoch)
+
+    def update_view(self, holders: np.ndarray) -> None:
+        """Make view and owner tags say who holds which pages, from an exact report. Empty places belong to nobody."""
+        view, allocator = self.view, self.pool.allocator
+        for slot, layer in enumerate(self.layout.layers):
+            first = int(view.rows_before[slot])
+            ids, held = self.layer_pages(slot), holders[first : first + layer.n_experts]
+            places = np.flatnonzero((ids[:, 0] >= 0) & (held >= 0))
+            home = self._homes[first : first + layer.n_experts]
+            table, page_ids = view.layer(slot), view.layer_pages(slot)
+            table[:] = home[:, None] + np.arange(layer.n_pages, dtype=np.int64) * self.layout.page_bytes
+            page_ids[:] = -1
+            page_ids[held[places]] = ids[places]
+            table[held[places]] = self.pool.addresses("expert", ids[places])
+            if places.size:
+                allocator.set_owners("expert", ids[places].reshape(-1), np.repeat(first + held[places], layer.n_pages))

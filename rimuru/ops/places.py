@@ -1,0 +1,65 @@
+"""Places: page sets of a layer that a device hands out among the layer's experts by itself (cuda_src/moe/residency.cu).
+
+    host   decides how many places a layer has, and which pages they are
+    device decides who holds them: after each router, missed experts are brought into places
+
+All arrays are the backend's, at fixed addresses. Experts of all layers are numbered through (ExpertView.row); table
+entries follow each other as in ExpertView.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rimuru.memory.specs import ExpertLayerLayout
+from rimuru.ops.base import Array
+
+N_TOTALS = 8
+STEPS, TOKENS, ASKED, HITS, FILLS = range(5)
+"""Fields of `totals`, since the start, modulo 2^32: calls, tokens, distinct experts asked for in each call, those of
+them that were in a place, and those that were brought into one."""
+BY_RECENCY, MOST_FILLS = range(2)
+"""Fields of `control`: whether the longest unused leaves first (else the lowest score, if below the comer's), and most
+experts that a layer brings in a step."""
+MAX_FILLS = 64
+MAX_COMMANDS = 64
+"""Commands of one `set_places`."""
+COMMAND_FIELDS = 4
+"""Of a command, before its page addresses: first expert of the layer, first table entry, pages of an expert, place."""
+DECAY_TOKENS = 2000.0
+"""In scores, a choice counts 1/e after so many tokens."""
+
+
+@dataclass(slots=True)
+class LayerPlaces:
+    """One layer's windows on the arrays of ExpertPlaces."""
+
+    layout: ExpertLayerLayout
+    page_bytes: int
+    addresses: Array  # int64 [n_experts, n_pages]: ExpertTable.addresses
+    homes: Array  # int64 [n_experts]
+    pages: Array  # int64 [n_experts, n_pages]: of place p
+    holders: Array  # int32 [n_experts]: of place p
+    place_of: Array  # int32 [n_experts]
+    last_used: Array  # int32 [n_experts]
+    scores: Array  # float32 [n_experts]
+    counts: Array  # int32 [n_experts]
+    totals: Array  # int32 [N_TOTALS]
+    control: Array  # int32 [2], the same for all layers
+
+
+@dataclass(slots=True)
+class ExpertPlaces:
+    """R experts over all layers, N table entries."""
+
+    page_bytes: int
+    addresses: Array  # int64 [N]: where each page of each expert is read from
+    homes: Array  # int64 [R]: host memory that holds all pages of an expert, one after the other
+    pages: Array  # int64 [N]: a layer has at most as many places as experts; 0 = no such place
+    holders: Array  # int32 [R]: which expert of the layer holds a place, -1 = nobody
+    place_of: Array  # int32 [R]: -1 = in none
+    last_used: Array  # int32 [R]: call in which the expert was last chosen, 0 = never
+    scores: Array  # float32 [R]: decayed counts
+    counts: Array  # int32 [R]: assignments since the start, modulo 2^32
+    totals: Array  # int32 [layers * N_TOTALS]
+    control: Array  # int32 [2]

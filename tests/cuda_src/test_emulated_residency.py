@@ -1,0 +1,190 @@
+"""The residency step and its commands, emulated, against their NumPy twin: who comes and goes, every byte and count."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import emulate
+import nvrtc
+
+from rimuru.memory.specs import ExpertLayerLayout
+from rimuru.ops.cuda import residency
+from rimuru.ops.cuda.launch import Kernel
+from rimuru.ops.places import ASKED, FILLS, HITS, MAX_COMMANDS, N_TOTALS, STEPS, ExpertPlaces, LayerPlaces
+from rimuru.ops.reference import residency as twin
+
+PAGE_BYTES = 4096 + 16
+N_PAGES = 3
+
+needs_compiler = pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine")
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulate.Emulator:
+    return emulate.Emulator(tmp_path_factory.mktemp("residency"))
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(emulator: emulate.Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def call(kernel: Kernel, grid: Any, block: Any, args: Any, shared_bytes: int = 0, stream: Any = None) -> None:
+        emulator.launch(kernel, grid, block, args)
+
+    monkeypatch.setattr(Kernel, "__call__", call)
+    yield
+
+
+class World:
+    """One layer of experts with their homes, and a pool of places, in RAM."""
+
+    def __init__(self, n_experts: int, n_places: int, n_held: int, by_recency: bool, most_fills: int) -> None:
+        rng = np.random.default_rng(n_experts * 7 + n_places)
+        self.store = emulate.upload(rng.integers(0, 255, n_experts * N_PAGES * PAGE_BYTES, np.uint8))
+        self.pool = emulate.upload(np.full(n_experts * N_PAGES * PAGE_BYTES, 0xEE, np.uint8))
+        expert_bytes = N_PAGES * PAGE_BYTES
+        homes = self.store.ctypes.data + np.arange(n_experts, dtype=np.int64) * expert_bytes
+        order = rng.permutation(n_experts * N_PAGES)  # pages of a place lie anywhere
+        at = self.pool.ctypes.data + order.astype(np.int64).reshape(n_experts, N_PAGES) * PAGE_BYTES
+        self.all_pages = at.copy()
+        pages = np.where(np.arange(n_experts)[:, None] < n_places, at, 0)
+        addresses = homes[:, None] + np.arange(N_PAGES, dtype=np.int64) * PAGE_BYTES
+        holders = np.full(n_experts, -1, np.int32)
+        place_of = np.full(n_experts, -1, np.int32)
+        for place, expert in enumerate(rng.permutation(n_experts)[:n_held]):
+            holders[place], place_of[expert], addresses[expert] = expert, place, pages[place]
+            for j in range(N_PAGES):
+                twin.bytes_at(int(pages[place, j]), PAGE_BYTES)[:] = self.page(int(expert), j)
+        self.layer = LayerPlaces(
+            ExpertLayerLayout(0, n_experts, N_PAGES, ()), PAGE_BYTES, addresses.astype(np.int64), homes, pages,
+            holders, place_of, np.zeros(n_experts, np.int32), np.zeros(n_experts, np.float32),
+            np.zeros(n_experts, np.int32), np.zeros(N_TOTALS, np.int32),
+            np.array([by_recency, most_fills], np.int32),
+        )  # fmt: skip
+
+    def page(self, expert: int, j: int) -> np.ndarray:
+        start = (expert * N_PAGES + j) * PAGE_BYTES
+        return self.store[start : start + PAGE_BYTES]
+
+    def flat(self) -> ExpertPlaces:
+        layer = self.layer
+        return ExpertPlaces(
+            PAGE_BYTES, layer.addresses.reshape(-1), layer.homes, layer.pages.reshape(-1), layer.holders,
+            layer.place_of, layer.last_used, layer.scores, layer.counts, layer.totals, layer.control,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Every expert is read from bytes that are its own; holders and place_of are each other's inverse."""
+        layer = self.layer
+        for expert in range(layer.layout.n_experts):
+            for j, address in enumerate(layer.addresses[expert]):
+                assert np.array_equal(twin.bytes_at(int(address), PAGE_BYTES), self.page(expert, j))
+            place = layer.place_of[expert]
+            assert (layer.addresses[expert] == (layer.pages[place] if place >= 0 else layer.addresses[expert])).all()
+            if place >= 0:
+                assert layer.holders[place] == expert
+        held = layer.holders[layer.holders >= 0]
+        assert len(set(held.tolist())) == len(held) == int((layer.place_of >= 0).sum())
+
+
+def same_state(a: World, b: World) -> None:
+    for field in fields(LayerPlaces):
+        if field.name in ("layout", "page_bytes", "addresses", "homes", "pages", "control"):
+            continue
+        assert np.allclose(getattr(a.layer, field.name), getattr(b.layer, field.name), rtol=1e-6), field.name
+    assert np.array_equal(a.layer.pages != 0, b.layer.pages != 0)
+
+
+CASES = [
+    (16, 8, 8, True, 64), (16, 8, 5, False, 64), (300, 40, 40, True, 3), (60, 0, 0, True, 64), (40, 20, 20, False, 0),
+    (70, 70, 60, False, 64), (200, 120, 100, True, 64),
+]  # fmt: skip
+"""(experts, places, of these held, by recency, most fills)."""
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_step_is_the_twins(case: tuple[int, int, int, bool, int]) -> None:
+    ours, theirs = World(*case), World(*case)
+    rng = np.random.default_rng(5)
+    n_experts = case[0]
+    heat = rng.gamma(0.5, 1.0, n_experts)
+    for step, n_tokens in enumerate((1, 1, 4, 1, 12, 2, 40, 1, 1)):
+        rows = [rng.choice(n_experts, 4, replace=False, p=heat / heat.sum()) for _ in range(n_tokens)]
+        ids = np.array(rows, np.int32)
+        positions = np.arange(n_tokens, dtype=np.int32) + 3
+        if n_tokens > 2:
+            positions[-2:] = -1  # padding
+        copy = ids.copy()
+        residency.fetch_experts(ids, positions, ours.layer)
+        twin.fetch_experts(copy, positions, theirs.layer)
+        assert np.array_equal(ids, copy) and (ids[positions < 0] == -1).all()
+        same_state(ours, theirs)
+        ours.check()
+        theirs.check()
+        assert ours.layer.totals[STEPS] == step + 1 and (ours.layer.totals[5:] == 0).all()
+    totals = ours.layer.totals
+    assert totals[HITS] <= totals[ASKED] and (totals[FILLS] > 0) == (case[1] > 0 and case[4] > 0)
+
+
+@needs_compiler
+def test_nobody_whom_the_step_uses_leaves() -> None:
+    world = World(16, 4, 4, True, 64)
+    held = world.layer.holders[:4].tolist()
+    absent = [e for e in range(16) if e not in held]
+    ids = np.array([[*held, *absent[:2]]], np.int32)
+    residency.fetch_experts(ids, np.zeros(1, np.int32), world.layer)
+    assert sorted(world.layer.holders[:4].tolist()) == sorted(held)
+    assert world.layer.totals[FILLS] == 0 and world.layer.totals[HITS] == 4
+    ids = np.array([[held[0], *absent[:2]]], np.int32)
+    residency.fetch_experts(ids, np.zeros(1, np.int32), world.layer)
+    assert set(world.layer.holders[:4].tolist()) >= {held[0], *absent[:2]}
+    world.check()
+
+
+@needs_compiler
+def test_a_hot_set_keeps_the_hot() -> None:
+    """By score, a passer-by does not push out an expert that is used more often."""
+    world = World(16, 4, 4, False, 64)
+    held = world.layer.holders[:4].tolist()
+    passer = next(e for e in range(16) if e not in held)
+    for _ in range(3):
+        residency.fetch_experts(np.array([held], np.int32), np.zeros(1, np.int32), world.layer)
+    residency.fetch_experts(np.array([[passer]], np.int32), np.zeros(1, np.int32), world.layer)
+    assert world.layer.holders[:4].tolist() == held and world.layer.totals[FILLS] == 0
+    for _ in range(4):
+        residency.fetch_experts(np.array([[passer]], np.int32), np.zeros(1, np.int32), world.layer)
+    assert passer in world.layer.holders[:4]
+    world.check()
+
+
+@needs_compiler
+def test_places_move_come_and_go() -> None:
+    ours, theirs = World(12, 6, 5, True, 64), World(12, 6, 5, True, 64)
+    for world, set_places in ((ours, residency.set_places), (theirs, twin.set_places)):
+        commands = np.zeros((MAX_COMMANDS, 4 + N_PAGES), np.int64)
+        for row, (place, to) in enumerate(((0, None), (1, 9), (5, 5), (7, 7))):
+            if to is not None:
+                if world.layer.holders[place] >= 0:  # the host copies what moves
+                    for j in range(N_PAGES):
+                        source = twin.bytes_at(int(world.layer.pages[place, j]), PAGE_BYTES)
+                        twin.bytes_at(int(world.all_pages[to, j]), PAGE_BYTES)[:] = source
+                commands[row, 4:] = world.all_pages[to]
+            commands[row, :4] = 0, 0, N_PAGES, place
+        set_places(commands, 4, world.flat())
+        world.check()
+        assert world.layer.pages[0, 0] == 0 and world.layer.holders[0] == -1 and world.layer.pages[7, 0] != 0
+    same_state(ours, theirs)
+
+
+@pytest.mark.skipif(not nvrtc.available(), reason="nvidia-cuda-nvrtc is not installed")
+@pytest.mark.parametrize("architecture", [80, 90, 120])
+def test_compiles(architecture: int) -> None:
+    cubin = nvrtc.compile_source("moe/residency.cu", {}, architecture)
+    assert all(kernel.name.encode() in cubin for kernel in residency.KERNELS)

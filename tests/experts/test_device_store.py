@@ -1,0 +1,169 @@
+"""The device's store of experts in an engine on the CPU: the twin of the residency step hands out the places."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rimuru import LLM, SamplingParams
+from rimuru.engine import build
+from rimuru.experts.device_store import DeviceExpertStore
+from rimuru.memory.views import ExpertView
+from tools.make_random_gguf import write_random_model
+
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+N_REQUESTS = 12
+PROMPTS = [[1 + i, 7, 30 + i, 99, 5, 12 + i, 3] * (1 + i % 5) for i in range(N_REQUESTS)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("device") / "random.gguf"
+    return write_random_model(path, arch="qwen3moe", quant="q8_0", seed=3, context_length=256)
+
+
+@pytest.fixture(scope="module")
+def answers(model: Path) -> list[list[int]]:
+    with LLM(model, device="cpu") as llm:
+        return [llm.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def tiny(model: Path) -> int:
+    """A budget whose pool holds the requests' pages and a third of the experts at most."""
+    with LLM(model, device="cpu", max_step_tokens=64, max_sequences=N_REQUESTS) as llm:
+        report = llm.memory()
+        fixed = report["dense_bytes"] + report["scratch_bytes"] + report["views"]["buffer"]["bytes"]
+        return fixed + report["views"]["expert"]["bytes"] // 3
+
+
+@pytest.fixture
+def ram_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Engines get the device's store; the list's number is what it may take of host memory."""
+    limit = [1 << 30]
+
+    def make(self: build._Builder, biases, factors, room):  # type: ignore[no-untyped-def]
+        layout = self.layout.expert
+        assert layout is not None
+        source = self.source or build.GgufExpertSource(self.gguf, layout)
+        return DeviceExpertStore(
+            layout, self.pool, ExpertView(self.pool), source, self.ops, self.ops.copier(), biases, self.quotas,
+            room.may_grow, limit[0], 2, self.config.residency, factors, self.config.fill_on_read,
+        )  # fmt: skip
+
+    monkeypatch.setattr(build._Builder, "_make_store", make)
+    yield limit
+
+
+def open_tiny(model: Path, tiny: int, **more: object) -> LLM:
+    return LLM(model, device="cpu", memory=tiny, max_step_tokens=64, max_sequences=N_REQUESTS, **more)  # type: ignore[arg-type]
+
+
+def store_of(llm: LLM) -> DeviceExpertStore:
+    store = llm.loaded.store
+    assert isinstance(store, DeviceExpertStore)
+    return store
+
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "cost": {},
+    "paper": {"policy": "paper"},
+    "a fifth, hot set": {"resident_experts": 0.2, "residency": "hotset"},
+    "a fifth, recency": {"resident_experts": 0.2, "residency": "recency"},
+    "none": {"resident_experts": 0},
+    "paper, no fill on read": {"policy": "paper", "fill_on_read": False},
+    "no room at home": {"policy": "paper"},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_answers_are_the_same_whoever_decides(
+    model: Path, tiny: int, answers: list[list[int]], name: str, ram_bytes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages are poisoned when they are given back, and every structure is audited after every step."""
+    monkeypatch.setenv("RIMURU_POISON", "1")
+    monkeypatch.setenv("RIMURU_AUDIT", "1")
+    if name == "no room at home":
+        ram_bytes[0] = 400 << 20 if False else ram_bytes[0]
+        monkeypatch.setattr(DeviceExpertStore, "_keeps_all_at_home", lambda self, ram_bytes: False)
+    with open_tiny(model, tiny, **VARIANTS[name]) as llm:
+        store = store_of(llm)
+        found = [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
+        assert found == answers
+        counters = store.counters
+        assert counters.n_asked > 0 and 0.0 <= counters.hit_rate < 1.0
+        assert counters.n_asked - counters.n_hits <= counters.n_read
+        assert (counters.n_filled > 0) == (store.by_device and name != "none")
+        if name == "none":
+            assert counters.n_hits == 0
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe"])
+def test_places_come_go_and_move_while_serving(
+    arch: str, tmp_path: Path, ram_bytes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts leave and come at random, the pool shrinks and grows, states force huge pages to be emptied."""
+    monkeypatch.setenv("RIMURU_POISON", "1")
+    path = write_random_model(tmp_path / f"{arch}.gguf", arch=arch, quant="q8_0", seed=5, context_length=256)
+    prompts = PROMPTS[:8]
+    with LLM(path, device="cpu", prefix_cache=False) as llm:
+        expected = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
+        whole = llm.memory()["total_bytes"]
+    rng = random.Random(4)
+    with LLM(path, device="cpu", memory=whole, prefix_cache=False, max_sequences=8, max_step_tokens=64) as llm:
+        store, engine = store_of(llm), llm.loaded.engine
+        assert store.by_device
+        sequences = [engine.add(prompt, GREEDY) for prompt in prompts]
+        step = 0
+        while not all(s.is_finished for s in sequences):
+            engine.step()
+            step += 1
+            store.shrink(rng.randrange(12))
+            if step % 2:
+                store.expand(rng.randrange(16))
+            if step % 4 == 0:
+                llm.resize(whole * rng.randrange(80, 101) // 100)
+            if step % 3 == 0:
+                engine.audit()
+        assert [s.output_ids for s in sequences] == expected
+        engine.audit()
+        assert store.counters.n_filled > 20
+
+
+def test_a_place_stays_counted_until_somebody_holds_it(model: Path, ram_bytes: list[int]) -> None:
+    """Places that were just added are residents in name, each another expert, also after reports that name holders."""
+    with LLM(model, device="cpu", resident_experts=0.75) as llm:
+        store, engine = store_of(llm), llm.loaded.engine
+        n_before = store.residency.n_resident
+        store.shrink(10)
+        assert store.residency.n_resident == n_before - 10
+        engine.audit()
+        begun = store.expand(7)
+        assert len(begun) == 7 and store.residency.n_resident == n_before - 3
+        for n_steps in (1, 1, 30):
+            llm.generate(PROMPTS[0], SamplingParams(max_tokens=n_steps, temperature=0.0, ignore_eos=True))
+            assert store.residency.n_resident == n_before - 3
+            engine.audit()
+
+
+def test_the_hot_become_resident(model: Path, ram_bytes: list[int]) -> None:
+    """Whatever was resident at the start: after some hundred tokens of one text a hot set holds what it uses."""
+    with LLM(model, device="cpu", resident_experts=0.5, residency="hotset", prefix_cache=False) as llm:
+        store = store_of(llm)
+        sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+        rates = []
+        for _ in range(4):
+            before = store.counters.n_asked, store.counters.n_hits
+            llm.generate(PROMPTS[0], sampling)
+            rates.append((store.counters.n_hits - before[1]) / (store.counters.n_asked - before[0]))
+        probabilities = store.residency.probabilities()
+        resident = store.residency.resident
+        assert rates[-1] > rates[0]
+        for slot in range(len(resident)):
+            order = np.argsort(-probabilities[slot], kind="stable")
+            n = int(resident[slot].sum())
+            assert len(set(order[:n].tolist()) & set(np.flatnonzero(resident[slot]).tolist())) >= n - 1
