@@ -5,8 +5,7 @@
 // Grid: x = blocks of WARPS_N * 16 rows of all matrices one after the other, y = tiles of STRIP_TOKENS tokens.
 // -DFORMAT_A (and _B, _C); -DSTRIP_TOKENS 8 16 32; -DWARPS_N, -DWARPS_K; the rest as in strip.cuh.
 
-#include "common/follow.cuh"
-#include "matmul/matrices.cuh"
+#include "matmul/ahead.cuh"
 #include "matmul/strip.cuh"
 
 template <class F>
@@ -36,9 +35,10 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
                MATRICES,
                const float* __restrict__ row_scale,  // [T], or null
                float scale, int add, int width, int n_tokens) {
-    follow_predecessor();
     extern __shared__ __align__(16) __half shared[];
     PICK_MATRIX(m, (int)blockIdx.x);
+    fetch_rows_ahead(m, WARPS_N * 16, width);
+    follow_predecessor();
     Finish finish = {row_scale, scale, add};
 #ifdef FORMAT_C
     if (m.kind == 2) return product<FORMAT_C>(m, finish, x, x_scales, width, n_tokens, shared);

@@ -6,8 +6,7 @@
 // -DFORMAT_A (and _B, _C for matrices of other formats) name of a format; -DTOKENS 1 2 4 8; -DLANES lanes a row 8 16 32;
 // -DROWS rows a lane 1 2 4; -DWARPS warps a block. Moves the bytes of the matrices, once per tile of tokens.
 
-#include "common/follow.cuh"
-#include "matmul/matrices.cuh"
+#include "matmul/ahead.cuh"
 #include "matmul/rows.cuh"
 
 template <class F>
@@ -44,8 +43,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
          MATRICES,
          const float* __restrict__ row_scale,  // [T], or null
          float scale, int add, int width, int n_tokens) {
-    follow_predecessor();
     PICK_MATRIX(m, (int)blockIdx.x);
+    fetch_rows_ahead(m, BLOCK_WARPS * (32 / ROW_LANES) * LANE_ROWS, width);
+    follow_predecessor();
     ActView x = {x_f32, x_values, x_scales, x_sums, width};
     Finish finish = {row_scale, scale, add};
 #ifdef FORMAT_C

@@ -79,8 +79,9 @@ __device__ __forceinline__ void integer_dots(const u8* const (&rows)[R], const A
 template <class F, int L, int R, int T>
 __device__ __forceinline__ void float_dots(const u8* const (&rows)[R], const ActView& x, const int (&tokens)[T],
                                            int n_tokens, int lane, float (&acc)[R][T]) {
+    constexpr int DEPTH = R * T == 1 ? 8 : 2;  // routers of one token: all of a row's loads in flight
     int n_chunks = x.width / 8;
-#pragma unroll 2
+#pragma unroll DEPTH
     for (int c = lane; c < n_chunks; c += L) {
         float w[R][8];
 #pragma unroll

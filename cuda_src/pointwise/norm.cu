@@ -11,6 +11,7 @@
 
 #include "common/act_store.cuh"
 #include "common/follow.cuh"
+#include "common/half_store.cuh"
 #include "common/math.cuh"
 #include "common/warp.cuh"
 
@@ -56,14 +57,22 @@ extern "C" __global__ void rms_norm(const float* __restrict__ x,       // [T, wi
                                     const float* __restrict__ weight,  // [width]
                                     float* __restrict__ out,           // [T, width]
                                     ACT_PARAMETERS,                    // quantised copy
+                                    __half* __restrict__ halves,       // [T, width], or null; width a multiple of 4
+                                    float* __restrict__ half_scales,   // [T]
                                     int width, float eps) {
     follow_predecessor();
     __shared__ float partial[32];
     long long row = blockIdx.x;
     const float* in = x + row * width;
+    float largest = 0.0f;
     normalise(
         width, eps, partial, [&](int c) { return in[c]; }, [&](int c) { return weight[c]; },
-        [&](int c, float v) { store_column(out + row * width, ACT_ARGUMENTS, row, width, c, c < width, v); });
+        [&](int c, float v) {
+            largest = fmaxf(largest, fabsf(v));
+            store_column(out + row * width, ACT_ARGUMENTS, row, width, c, c < width, v);
+        });
+    // Another thread's columns are read back: they can be seen since the block has met in block_largest().
+    if (halves) store_halves(out + row * width, halves, half_scales, row, width, block_largest(largest, partial));
 }
 
 extern "C" __global__ void add_norm(float* __restrict__ x,             // [T, width]

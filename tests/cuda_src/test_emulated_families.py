@@ -121,6 +121,27 @@ def ops(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedFamilies]:
         yield EmulatedFamilies()
 
 
+@pytest.mark.parametrize(("n_tokens", "width"), [(4, 96), (5, 96), (6, 512)])
+def test_a_norm_leaves_the_halves_that_matrices_read(ops: EmulatedFamilies, n_tokens: int, width: int) -> None:
+    """Bit for bit what `scale_halves` makes of its output; another verb that fills the activation takes them back."""
+    from rimuru.ops.cuda import matmul
+
+    rng = np.random.default_rng(width)
+    x, weight = host(rng.standard_normal((n_tokens, width), np.float32) * 30), host(rng.random(width, np.float32))
+    x[1] = 0
+    out = matmul.act(n_tokens, width)
+    ops.rms_norm(x, weight, 1e-6, out)  # type: ignore[attr-defined]
+    assert out.quant.has_halves == (n_tokens > matmul.MAX_GEMV_TOKENS)
+    if out.quant.has_halves:
+        halves, scales = emulate.aligned((n_tokens, width), np.float16), emulate.aligned((n_tokens,), np.float32)
+        matmul.scale_halves(out.f32, halves, scales, n_tokens)
+        assert np.array_equal(halves.view(np.uint16), out.quant.halves.view(np.uint16))
+        assert np.array_equal(scales, out.quant.half_scales) and len(set(scales.tolist())) > 1
+        assert not out.head(2).quant.has_halves
+    ops.glu(None, x, "identity", out)  # type: ignore[attr-defined]
+    assert not out.quant.has_halves
+
+
 ATTENTION = [
     attention_case("decode", AttentionShape([1], [300], 8, 1, 128, 128, 72, "f16")),
     attention_case("decode of several", AttentionShape([1] * 3, [1, 17, 66], 16, 2, element="f16")),

@@ -69,11 +69,14 @@ class ActQuant:
     sums: Array | None  # int32 [T, width / 32], two sums of 16 values each
     halves: Array | None  # float16 [T, width]; None: the tensor-core kernels are not used
     half_scales: Array | None  # float32 [T], powers of two
+    has_halves: bool = False
+    """Who filled the activation also filled the halves; otherwise who reads them makes them (`make_halves`)."""
 
     def head(self, n_tokens: int) -> ActQuant:
         """The first n_tokens rows, sharing memory."""
-        parts = (self.values, self.scales, self.sums, self.halves, self.half_scales)
-        return ActQuant(*(None if part is None else part[:n_tokens] for part in parts))
+        parts: tuple[Any, ...] = (self.values, self.scales, self.sums, self.halves, self.half_scales)
+        values, scales, sums, halves, half_scales = (None if part is None else part[:n_tokens] for part in parts)
+        return ActQuant(values, scales, sums, halves, half_scales)
 
 
 def act(n_tokens: int, width: int, deterministic: bool = False) -> Act:
@@ -115,6 +118,12 @@ def scale_halves(x: Array, halves: Array, scales: Array, n_tokens: int) -> None:
     width = x.shape[1]
     threads = min(256, 32 * ceil_div(width // 4, 32))
     _scale_halves((n_tokens,), (threads,), (x, halves, scales, width))
+
+
+def make_halves(x: Act, n_tokens: int) -> None:
+    """See to it that the halves of the first n_tokens rows are there."""
+    if not x.quant.has_halves:
+        scale_halves(x.f32, x.quant.halves, x.quant.half_scales, n_tokens)
 
 
 def weight(raw: np.ndarray, fmt: QuantFormat, n_in: int) -> Weight:
@@ -246,7 +255,7 @@ def linear(
     exact, others = _exact_and_others(jobs)
     on_tensor_cores = n_tokens > MAX_GEMV_TOKENS and x.quant is not None and x.quant.halves is not None
     if on_tensor_cores and others:
-        scale_halves(x.f32, x.quant.halves, x.quant.half_scales, n_tokens)
+        make_halves(x, n_tokens)
     for group in _launch_groups(others):
         if not on_tensor_cores:
             _launch_gemv(x, group, finish)

@@ -25,6 +25,7 @@ from rimuru.ops.cuda.matmul import (
     ACT_BLOCK,
     MAX_GEMV_TOKENS,
     TILE_THREADS,
+    make_halves,
     row_lanes,
     scale_halves,
     strip_defines,
@@ -367,7 +368,7 @@ def _experts_on_tensor_cores(
     call: _Call, up: ProjectionLayout, down: ProjectionLayout, load: float, n_assignments: int
 ) -> None:
     buffers, x, gate = call.buffers, call.x, call.projection("gate")
-    scale_halves(x.f32, x.quant.halves, x.quant.half_scales, n_assignments // call.spec.top_k)
+    make_halves(x, n_assignments // call.spec.top_k)
     shape = up_matrix_shape(load)
     up_matrix_kernel(None if gate is None else gate.format.name, up.format.name, shape, call.scaled)(
         (ceil_div(up.n_rows, shape.rows if gate is None else shape.rows // 2), call.max_items),

@@ -20,7 +20,9 @@ _NARROW_WIDTH = 512
 
 
 _rms_norm = Kernel(
-    "pointwise/norm.cu", "rms_norm", f"x: f32*, weight: f32*, out: f32*, {ACT_SIGNATURE}, width: i32, eps: f32"
+    "pointwise/norm.cu",
+    "rms_norm",
+    f"x: f32*, weight: f32*, out: f32*, {ACT_SIGNATURE}, halves: f16*, half_scales: f32*, width: i32, eps: f32",
 )
 _add_norm = Kernel(
     "pointwise/norm.cu", "add_norm", "x: f32*, delta: f32*, weight: f32*, width: i32, eps: f32, scale: f32"
@@ -65,8 +67,11 @@ _MAX_EXPERT_DOT_TOKENS = 256
 def blocks_wanted(act: Act, n_tokens: int, most: int = MAX_GEMV_TOKENS) -> bool:
     """Whether the 8-bit form of an activation that only matrices read (no experts) is worth making.
 
-    Beyond the integer kernels' batch sizes matrices read halves, which `linear` makes itself.
+    Beyond the integer kernels' batch sizes matrices read halves, which they make themselves, and which are out of date
+    from now on.
     """
+    if act.quant is not None:
+        act.quant.has_halves = False
     return act.quant is not None and (n_tokens <= most or act.quant.halves is None)
 
 
@@ -78,7 +83,11 @@ def row_threads(width: int) -> int:
 def rms_norm(x: Array, weight: Array, eps: float, out: Act) -> None:
     n_tokens, width = x.shape
     act = act_arguments(out) if blocks_wanted(out, n_tokens, _MAX_EXPERT_DOT_TOKENS) else (None, None, None)
-    _rms_norm((n_tokens,), (row_threads(width),), (x, weight, out.f32, *act, width, eps))
+    halves = (None, None)
+    if out.quant is not None:
+        out.quant.has_halves = n_tokens > MAX_GEMV_TOKENS and out.quant.halves is not None
+        halves = (out.quant.halves, out.quant.half_scales) if out.quant.has_halves else halves
+    _rms_norm((n_tokens,), (row_threads(width),), (x, weight, out.f32, *act, *halves, width, eps))
 
 
 def add_norm(x: Array, delta: Array, weight: Array, eps: float, scale: float) -> None:
@@ -106,7 +115,7 @@ def gated_norm(x: Array, gate: Array, weight: Array, eps: float, n_groups: int, 
 def glu(gate: Array | None, up: Array, activation: str, out: Act) -> None:
     n_tokens, width = up.shape
     # An identity only brings values into an activation, which experts may read.
-    wanted = activation == "identity" or blocks_wanted(out, n_tokens)
+    wanted = blocks_wanted(out, n_tokens) or activation == "identity"
     act = act_arguments(out) if wanted else (None, None, None)
     _glu(
         (n_tokens, ceil_div(width, _GLU_COLUMNS)),
