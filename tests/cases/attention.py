@@ -98,14 +98,17 @@ def run_attention(shape: AttentionShape, ops: Ops, i: Inputs) -> Outputs:
 
 
 def attention_case(name: str, shape: AttentionShape, kind: Any = "edge") -> Case:
-    seen = [min(c, shape.window or c) for c in shape.context_len]
+    sizes = list(zip(shape.n_new, shape.context_len, strict=True))
+    # A query sees what lies before it in its window; keys are read once, also where several queries see them.
+    pairs = sum(int(np.minimum(np.arange(c - n, c) + 1, shape.window or c).sum()) for n, c in sizes)
+    n_rows = sum(min(c, n - 1 + (shape.window or c)) for n, c in sizes)
     row_bytes = (shape.key_dim + shape.value_dim) * shape.n_head_kv * shape.group.element_bytes
-    pairs = sum(n * c for n, c in zip(shape.n_new, seen, strict=True))
+    query_bytes = sum(shape.n_new) * shape.n_head * (shape.key_dim + shape.width) * 4
     return Case(
         f"attention {name}",
         lambda rng: attention_inputs(shape, rng),
         lambda ops, i: run_attention(shape, ops, i),
-        lambda _: sum(seen) * row_bytes,
+        lambda _: n_rows * row_bytes + query_bytes,
         lambda _: 2 * pairs * shape.n_head * (shape.key_dim + shape.width),
         OUTPUT_TOLERANCE,
         kind,

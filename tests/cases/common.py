@@ -159,18 +159,17 @@ def write_kv(
     values: np.ndarray,
 ) -> None:
     """Store keys [n, n_head_kv, key_dim] and values [n, n_head_kv, value_dim] of positions 0..n in a pool image."""
-    size = group.element_bytes
-    key_row, value_row = group.key_dim * size, group.value_dim * size
-    for position in range(keys.shape[0]):
-        block, slot = divmod(position, group.page_tokens)
-        base = int(pages[block]) * page_bytes + layer_offset_bytes
-        value_base = base + group.n_head_kv * group.page_tokens * key_row
-        for head in range(group.n_head_kv):
-            row = head * group.page_tokens + slot
-            at = base + row * key_row
-            pool[at : at + key_row] = encode(keys[position, head], group.element).view(np.uint8)
-            at = value_base + row * value_row
-            pool[at : at + value_row] = encode(values[position, head], group.element).view(np.uint8)
+    size, n = group.element_bytes, keys.shape[0]
+    n_heads, tokens = group.n_head_kv, group.page_tokens
+    for start in range(0, n, tokens):
+        stop = min(start + tokens, n)
+        at = int(pages[start // tokens]) * page_bytes + layer_offset_bytes
+        for values_of, dim in ((keys, group.key_dim), (values, group.value_dim)):
+            n_bytes = n_heads * tokens * dim * size
+            rows = pool[at : at + n_bytes].reshape(n_heads, tokens, dim * size)
+            stored = encode(np.ascontiguousarray(values_of[start:stop].transpose(1, 0, 2)), group.element)
+            rows[:, : stop - start] = stored.view(np.uint8).reshape(n_heads, stop - start, dim * size)
+            at += n_bytes
 
 
 def write_ssm(pool: np.ndarray, layout: SsmLayout, page: int, state: np.ndarray) -> None:

@@ -154,8 +154,37 @@ def route_case(name: str, spec: MoeSpec, n_tokens: int, *, bias: bool = False, l
     )
 
 
+def combine_case(n_tokens: int, top_k: int, width: int, add: bool, kind: Any = "edge") -> Case:
+    """moe_combine of outputs that are just there."""
+    spec = MoeSpec(2 * top_k, top_k, 32)
+
+    def make_inputs(rng: np.random.Generator) -> Inputs:
+        return {
+            "slots": normal(rng, n_tokens * top_k, width), "before": normal(rng, n_tokens, width),
+            "weights": rng.uniform(0.1, 1, (n_tokens, top_k)).astype(np.float32),
+        }  # fmt: skip
+
+    def run(ops: Ops, inputs: Inputs) -> Outputs:
+        scratch = ops.moe_scratch(n_tokens, spec, width)
+        scratch.out[...] = ops.upload(inputs["slots"])
+        out = ops.upload(inputs["before"].copy())
+        ops.moe_combine(scratch, ops.upload(inputs["weights"]), out, add, 0.5)
+        return {"out": ops.download(out)}
+
+    return Case(
+        name=f"moe_combine T={n_tokens} {top_k} of width {width}{' added' if add else ''}",
+        make_inputs=make_inputs,
+        run=run,
+        bytes_moved=lambda i: i["slots"].nbytes + (1 + add) * i["before"].nbytes,
+        flops=lambda i: 2 * i["slots"].size,
+        tolerance=1e-5,
+        kind=kind,
+    )
+
+
 _TIES = np.tile(np.array([1, 3, 3, 0, 3, 1, 0, 3], np.float32), (2, 8))
 _E01 = [[1.2, 0.7, 0.1, -0.3, -1, 0.9, 0, -2]]
+
 
 def replay_case(n_tokens: int, n_layers: int, top_k: int) -> Case:
     """replay_routing of the layer before the last."""
@@ -176,7 +205,8 @@ def replay_case(n_tokens: int, n_layers: int, top_k: int) -> Case:
 
 
 ROUTE_CASES = [
-    replay_case(1, 2, 8), replay_case(97, 5, 3),
+    replay_case(1, 2, 8),
+    replay_case(97, 5, 3),
     route_case("softmax", MoeSpec(128, 8, 32), 9),
     route_case("softmax renormalised", MoeSpec(128, 8, 32, renormalise=True), 5),
     route_case("E01", MoeSpec(8, 2, 32), 1, logits=_E01),
@@ -236,4 +266,6 @@ MODEL_CASES = [
     experts_case(f"qwen3-30b T={n}", _Q4_K_M, QWEN3_30B, 2048, n, page_bytes=432 * 1024, kind="model") for n in (1, 8)
 ]
 
-CASES = ROUTE_CASES + EDGE_CASES + MODEL_CASES
+COMBINE_CASES = [combine_case(3, 2, 96, False), combine_case(20, 3, 288, True)]
+
+CASES = ROUTE_CASES + EDGE_CASES + COMBINE_CASES + MODEL_CASES

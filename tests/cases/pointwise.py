@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from cases.common import Case, Inputs, Outputs, act_of, normal
+from cases.matmul import random_rows
 from rimuru.arch.spec import Activation
+from rimuru.formats.quants import BY_NAME
 from rimuru.ops.base import Ops
 
 _EPS = 1e-6
@@ -138,6 +140,27 @@ def _finish_logits(n_rows: int, n_vocab: int, softcap: float | None) -> Case:
     return _case(f"finish_logits {n_rows}x{n_vocab} cap {softcap}", make, run, n_rows, n_vocab, 2)
 
 
+def embed_case(name: str, n_tokens: int, width: int, n_vocab: int, kind: Any = "edge") -> Case:
+    """Rows of a table in a format, the last row among them."""
+    fmt = BY_NAME[name]
+
+    def make(rng: np.random.Generator) -> Inputs:
+        ids = rng.integers(0, n_vocab, n_tokens).astype(np.int32)
+        ids[-1] = n_vocab - 1
+        return {"raw": random_rows(rng, fmt, n_vocab, width), "ids": ids}
+
+    def run(ops: Ops, i: Inputs) -> Outputs:
+        out = ops.empty((n_tokens, width), np.float32)
+        ops.embed(ops.weight(i["raw"], fmt, width), ops.upload(i["ids"]), 1.5, out)
+        return {"out": ops.download(out)}
+
+    n_bytes = n_tokens * (fmt.row_bytes(width) + 4 * width)
+    return Case(
+        f"embed {name} {n_tokens} of {n_vocab}x{width}", make, run, lambda _: n_bytes, lambda _: n_tokens * width,
+        1e-5, kind,
+    )  # fmt: skip
+
+
 SHAPES = ((1, 1), (3, 7), (2, 100), (5, 288), (1, 2048), (64, 2048))
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu2", "swiglu_oai", "identity")
 
@@ -155,4 +178,5 @@ CASES: tuple[Case, ...] = (
     *[_row_gate(*shape) for shape in SHAPES],
     *[_gather_rows(*shape) for shape in SHAPES],
     *[_finish_logits(2, 1000, cap) for cap in (None, 30.0)],
+    *[embed_case(name, 3, 512, 20) for name in ("f32", "f16", "bf16", "q8_0", "q4_k", "q6_k")],
 )
