@@ -42,6 +42,7 @@ from rimuru.engine.room import CompactingRoom, ElasticPolicy, ExpertRoom
 from rimuru.engine.runner import Runner
 from rimuru.engine.sampler import Sampler
 from rimuru.engine.scheduler import Scheduler
+from rimuru.experts.device_places import places_bytes
 from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.hotset import find_profile
 from rimuru.experts.source import ExpertSource, GgufExpertSource, open_source
@@ -257,7 +258,7 @@ class _Builder:
             room = elastic if self.quotas is None else room
             room.store = elastic.store = self.store
         sampler = Sampler(ops, most_rows)
-        runner = Runner(model, ops, sampler.ids)
+        runner = Runner(model, ops, sampler.ids, self._is_watched)
         sizes = sorted({ops.padded_sequences(n) for n in range(1, resolved.max_sequences + 1)})
         wait_for_kernels = ops.prepare(runner.all_rows, rehearsal_batches(resolved.max_step_tokens, sizes, layout))
         self._fill_store()
@@ -288,10 +289,16 @@ class _Builder:
         self._done += n_bytes
         self.progress("dense weights", self._done, max(self.expected_dense_bytes, self._done))
 
+    def _is_watched(self) -> bool:
+        """Whether the next step's experts are watched (DeviceExpertStore.is_watching)."""
+        return not isinstance(self.store, DeviceExpertStore) or self.store.is_watching
+
     def _share_out(self, dense_bytes: int, logit_bytes: int, most_rows: int) -> tuple[int, int]:
         """Allocate the scratch and map the pool: (bytes of scratch, context that fits). Where the budget is tight,
         prompts are run in shorter pieces (unless their length was asked for), whose scratch leaves more to the pool."""
         fixed_bytes, asked = logit_bytes + self._reserve_step(most_rows), self.config.max_step_tokens is not None
+        if self.layout.expert is not None and self.resolved.device == "cuda":
+            fixed_bytes += places_bytes(self.layout.expert)
         lengths = piece_lengths(self.resolved.max_step_tokens, most_rows, asked)
         for n_tokens in lengths:
             scratch_bytes = fixed_bytes + self.workspace.bytes_for(n_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -14,15 +14,18 @@ from rimuru.ops.base import Array, Ops, Step
 class Runner:
     """`run` gives the logits that are sampled from; `run_scored` those of every token, in groups of rows."""
 
-    def __init__(self, model: Model, ops: Ops, sampled_ids: Array) -> None:
-        """sampled_ids: int32 [rows], where the sampler leaves a step's tokens."""
-        self.model, self.ops, self.sampled_ids = model, ops, sampled_ids
+    def __init__(
+        self, model: Model, ops: Ops, sampled_ids: Array, is_watched: Callable[[], bool] = lambda: True
+    ) -> None:
+        """sampled_ids: int32 [rows], where the sampler leaves a step's tokens. is_watched(): whether the next step watches
+        its experts; captured steps do or do not."""
+        self.model, self.ops, self.sampled_ids, self.is_watched = model, ops, sampled_ids, is_watched
 
     def run(self, batch: Batch) -> Array:
         """float32 [R, n_vocab] for Batch.logit_rows, R at most the model's max_logit_rows; None where R is 0."""
         n_rows = len(batch.logit_rows)
         if batch.is_decode and n_rows == batch.n_seqs:
-            return self.ops.run_decode(batch, self.all_rows)[:n_rows]
+            return self.ops.run_decode(batch, self.all_rows if self.is_watched() else self.all_rows_unwatched)[:n_rows]
         step = self.ops.stage(batch)
         self.ops.take_tokens(step.token_ids, self.sampled_ids)
         self.model.hidden(step)
@@ -35,6 +38,10 @@ class Runner:
         self.ops.take_tokens(step.token_ids, self.sampled_ids)
         self.model.hidden(step)
         return self.model.logits(step, step.logit_rows, step.host.n_seqs)
+
+    def all_rows_unwatched(self, step: Step) -> Array:
+        """The same in a step whose experts are all resident: a graph of its own."""
+        return self.all_rows(step)
 
     def run_scored(self, batch: Batch) -> Iterator[np.ndarray]:
         """float32 [r, n_vocab] host arrays that together hold the logits of Batch.logit_rows, in order."""

@@ -43,8 +43,8 @@ class Heard:
     holders: np.ndarray  # int32 [R]; row of a layer's first expert + place -> expert of the layer, -1 = nobody
     new_counts: np.ndarray  # int64 [R], assignments since the last report
     new_totals: np.ndarray  # int64 [L, N_TOTALS], since the last report
-    is_current: bool
-    """False: places came, went or moved since; the holders are of another time."""
+    is_known: np.ndarray
+    """bool [R]: False where a place came or went since; its holder is of another time."""
 
 
 class DevicePlaces:
@@ -79,6 +79,7 @@ class DevicePlaces:
         self._marker: object = None
         self._is_asked = False
         self._asked_at = self._epoch = 0
+        self._changed_at = np.zeros(n_experts, np.int64)
         self.start(np.zeros(n_experts, np.int64), np.zeros(n_experts, np.float32))
 
     def _layer(self, slot: int) -> LayerPlaces:
@@ -171,6 +172,7 @@ class DevicePlaces:
         row[COMMAND_FIELDS : COMMAND_FIELDS + n_pages] = addresses
         self._queued.append(row)
         self._epoch += 1
+        self._changed_at[int(self.view.rows_before[slot]) + place] = self._epoch
 
     def send(self) -> None:
         """Queue the commands behind the steps so far."""
@@ -206,6 +208,7 @@ class DevicePlaces:
         """The report that was asked for, if it is there."""
         if not self._is_asked or not self.copier.done(self._marker):
             return None
+        self.copier.wait(self._marker)  # lets go of what it keeps for copies under way
         return self._take()
 
     def hear_now(self) -> Heard:
@@ -224,7 +227,7 @@ class DevicePlaces:
         new = (now.view(np.uint32) - self._last.view(np.uint32)).astype(np.int64)
         self._last = now
         totals = new[2 * n :].reshape(-1, N_TOTALS)
-        return Heard(now[:n], new[n : 2 * n], totals, self._asked_at == self._epoch)
+        return Heard(now[:n], new[n : 2 * n], totals, self._changed_at <= self._asked_at)
 
     def update_view(self, holders: np.ndarray) -> None:
         """Make view and owner tags say who holds which pages, from an exact report. Empty places belong to nobody."""

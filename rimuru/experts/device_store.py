@@ -48,6 +48,9 @@ N_STAGING = 16
 REPORT_STEPS = 8
 """How often the host asks the device what was chosen and who is resident."""
 
+WATCHED_STEPS = 16
+"""While every expert is resident, one step of so many is counted: nothing can be missed, and counting takes time."""
+
 
 class DeviceExpertStore(ResidentSet):
     """Experts of a model whose pool is device memory; quotas and may_grow as ResidentSet says.
@@ -87,7 +90,10 @@ class DeviceExpertStore(ResidentSet):
         as last heard. Places that nobody holds yet have one in name, so that residents and places are as many."""
         self._cells = np.flatnonzero(self.residency.exists.reshape(-1))
         """Where the experts of all layers lie in the arrays of residency."""
-        self._n_unreported = 0
+        self.is_watching = True
+        """Whether the running step counts, and brings in what it misses."""
+        self._n_empty = 0
+        self._n_steps = 0
         self._step_tokens = 1
         self._tables = [
             ExpertTable(layer, layout.page_bytes, places.addresses, biases[slot], factors[slot] if factors else {})
@@ -109,7 +115,8 @@ class DeviceExpertStore(ResidentSet):
 
     def waves(self, layer_slot: int, ids: Array, positions: Array) -> Iterator[Wave]:
         """One wave: every expert can be read, wherever it lies."""
-        self.ops.fetch_experts(ids, positions, self.places.layers[layer_slot])
+        if self.is_watching:
+            self.ops.fetch_experts(ids, positions, self.places.layers[layer_slot])
         yield Wave(self._tables[layer_slot], None)
 
     # ---- filling
@@ -123,7 +130,8 @@ class DeviceExpertStore(ResidentSet):
         for slot, expert, pages in places:
             if pages is None or self.by_device:
                 self._host[slot, expert] = self.arena.take(self._expert_bytes(slot))
-        staging = _Staging(self.copier, min(N_STAGING, len(places)), self.layout.max_pages * self.layout.page_bytes)
+        n_staging = 0 if self.by_device else min(N_STAGING, len(places))
+        staging = _Staging(self.copier, n_staging, self.layout.max_pages * self.layout.page_bytes)
         pending: deque[tuple[int, int, np.ndarray | None, int, Future[None]]] = deque()
 
         def finish_oldest() -> None:
@@ -243,6 +251,7 @@ class DeviceExpertStore(ResidentSet):
             self._n_loading_pages -= len(pages)
             self.pool.allocator.set_owners("expert", pages, self.view.row(slot, expert))
             self._layer_holders(slot)[self.places.add(slot, pages)] = expert
+            self._n_empty += 1
             self.residency.resident[slot, expert] = True
             return
         self._copy_in(self._host[slot, expert], pages)
@@ -281,9 +290,10 @@ class DeviceExpertStore(ResidentSet):
             self.places.set_residents(self.view.table.values, self.residency.resident.reshape(-1)[self._cells])
         self.places.set_control(self.residency.by_recency, self.by_device)
         self.places.send()
-        self._n_unreported += 1
-        if self._n_unreported >= REPORT_STEPS:
-            self._n_unreported = 0
+        is_whole = self.residency.n_resident == self.layout.n_experts and not self._n_empty and not self._coming
+        self.is_watching = not is_whole or self._n_steps % WATCHED_STEPS == 0
+        self._n_steps += 1
+        if self._n_steps % REPORT_STEPS == 0:
             self.places.ask()
 
     def catch_up(self) -> None:
@@ -306,13 +316,14 @@ class DeviceExpertStore(ResidentSet):
         counts = np.zeros(self.residency.scores.shape, np.int64)
         counts.reshape(-1)[self._cells] = heard.new_counts
         self.residency.touch_all(counts)
-        if self.by_device and heard.is_current:
-            self._take_over(heard.holders)
+        if self.by_device:
+            self._take_over(np.where(heard.is_known, heard.holders, -1))
 
     def _take_over(self, holders: np.ndarray) -> None:
         """The device's holders are the residents; places without one keep one in name whom no other place has."""
         exists = self._holders >= 0
         is_empty = exists & (holders < 0)
+        self._n_empty = int(np.count_nonzero(is_empty))
         self._holders = np.where(exists & ~is_empty, holders, self._holders)
         for slot in np.unique(np.searchsorted(self.view.rows_before, np.flatnonzero(is_empty), side="right") - 1):
             rows = slice(int(self.view.rows_before[slot]), int(self.view.rows_before[slot + 1]))
