@@ -1,82 +1,293 @@
-"""Times the verbs of a backend on the kernel cases of tests/cases: microseconds, GB/s and Gflop/s of each call.
+"""Times the verbs of a backend on the kernel cases of tests/cases.
 
     python tools/bench/kernels.py [--device cpu|cuda] [--filter TEXT] [--threads N] [--seconds 0.5] [--json FILE]
 
-Only the verb itself is timed: uploads, staging and downloads of a case are left out. The best call counts.
+Only the verb itself is timed: uploads, staging and downloads of a case are left out.
+
+CPU: the best call counts; microseconds, GB/s, Gflop/s.
+
+CUDA: all kernels that the verb launches, in a graph that goes over several copies of the inputs where these are large,
+so that weights are not found in the cache; the median of several runs of the graph. Beside it the shares of the card's
+own peaks, which are measured first: of reading memory, and of products of 16-bit matrices. Only bytes and flops count
+that no implementation can do without. Small calls reach a small share: a launch takes 1 to 2 us whatever it does.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from cases import attention, matmul, moe, pointwise, recurrent, sampling  # noqa: E402
+from cases import timed  # noqa: E402
 from cases.common import Case  # noqa: E402
 
 from rimuru.ops import create  # noqa: E402
 from rimuru.ops.base import Ops  # noqa: E402
 
-UNTIMED = {
-    "empty", "upload", "download", "weight", "act", "act_bytes", "reserve_pool", "copier", "stage", "synchronize",
-    "moe_scratch",
-}  # fmt: skip
+VERBS = {"experts": "moe_experts", "latent": "prepare_qkv"}
+"""Verb of a case, where that is not the first word of its name."""
+
+COLD_BYTES = 150e6
+"""A call's inputs are not found in the cache where so many others have been read since."""
+
+MOST_COPIES = 12
+LARGE_BYTES = 4e6
+"""Smaller inputs are what the kernel before has just written, or lie in the cache in a real step too."""
 
 
-class Timed:
-    """A backend whose verbs are called again and again; `best_s` is the fastest call of the last verb.
+def verb_of(case: Case) -> str:
+    word = case.name.split()[0]
+    return VERBS.get(word, word)
 
-    What a case calls before only makes its inputs.
-    """
 
-    def __init__(self, ops: Ops, seconds: float) -> None:
-        self._ops, self._seconds, self.best_s = ops, seconds, float("inf")
+class Hooked:
+    """A backend one of whose verbs is called through `call`, and which keeps what is uploaded."""
+
+    def __init__(self, ops: Ops, verb: str, call: Callable[[Callable[[], None]], None]) -> None:
+        self._ops, self._verb, self._call = ops, verb, call
+        self.kept: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._ops, name)
-        if name in UNTIMED or not callable(found):
+        if name != self._verb:
             return found
-        return lambda *args, **named: self._time(lambda: found(*args, **named))
+        return lambda *args, **named: self._call(lambda: found(*args, **named))
 
-    def _time(self, call: Callable[[], None]) -> None:
+    def upload(self, host: np.ndarray) -> Any:
+        array = self._ops.upload(host)
+        self.kept.append(array)  # tables hold addresses of arrays that nothing else holds
+        return array
+
+
+def best_of_calls(case: Case, ops: Ops, seconds: float) -> float:
+    """Seconds of the fastest call of the case's verb."""
+    best = float("inf")
+
+    def repeat(call: Callable[[], None]) -> None:
+        nonlocal best
         call()
-        self._ops.synchronize()
-        self.best_s = float("inf")
-        end = time.perf_counter() + self._seconds
+        ops.synchronize()
+        end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             start = time.perf_counter()
             call()
-            self._ops.synchronize()
-            self.best_s = min(self.best_s, time.perf_counter() - start)
+            ops.synchronize()
+            best = min(best, time.perf_counter() - start)
+
+    case.run(Hooked(ops, verb_of(case), repeat), case.inputs())  # type: ignore[arg-type]
+    return best
 
 
-def all_cases() -> list[Case]:
-    """The cases of model shapes, and attention at the shapes of Qwen3-30B-A3B."""
-    listed: list[Any] = [
-        *pointwise.CASES, *matmul.CASES, *moe.CASES, *attention.QKV_CASES, *recurrent.CASES, *sampling.CASES,
-    ]  # fmt: skip
-    shapes = attention.BENCH_SHAPES.items()
-    return [c for c in listed if c.kind == "model"] + [attention.attention_case(n, s, "model") for n, s in shapes]
+# ---- CUDA
 
 
-def measure(case: Case, ops: Ops, seconds: float) -> dict[str, Any]:
-    """One row of the table."""
-    inputs, timed = case.inputs(), Timed(ops, seconds)
-    case.run(timed, inputs)  # type: ignore[arg-type]
-    best = timed.best_s
-    return {
-        "case": case.name,
-        "us": best * 1e6,
-        "gb_per_s": case.bytes_moved(inputs) / best / 1e9,
-        "gflop_per_s": case.flops(inputs) / best / 1e9,
+class DeviceBench:
+    """Times cases on a CUDA device."""
+
+    def __init__(self, ops: Any, seconds: float) -> None:
+        self.ops, self.seconds = ops, seconds
+        self._inputs: dict[str, Any] = {}
+
+    def compile(self, cases: list[Case]) -> None:
+        """Compile what all cases use at once, from a run of each in which nothing is launched."""
+        from rimuru.ops.cuda.launch import Kernel, rehearsal
+
+        used: dict[Kernel, int] = {}
+        with ThreadPoolExecutor(8) as pool:
+            self._inputs = dict(zip([c.name for c in cases], pool.map(Case.inputs, cases), strict=True))
+        for case in cases:
+            with rehearsal() as found:
+                case.run(self.ops, self._inputs[case.name])
+            for kernel, shared_bytes in found.items():
+                used[kernel] = max(shared_bytes, used.get(kernel, 0))
+        self.ops.compile(list(used))
+        for kernel, shared_bytes in used.items():
+            kernel.load(shared_bytes)
+
+    def launches(self, case: Case, n_copies: int) -> tuple[list[Any], list[Any]]:
+        """(launches of the verb on each copy of the inputs, everything that must live meanwhile)."""
+        found: list[Any] = []
+        kept: list[Any] = []
+        for _ in range(n_copies):
+            hooked = Hooked(self.ops, verb_of(case), lambda call: self._record(call, found))
+            case.run(hooked, self._inputs[case.name])  # type: ignore[arg-type]
+            kept += hooked.kept
+        return found, kept
+
+    @staticmethod
+    def _record(call: Callable[[], None], found: list[Any]) -> None:
+        with recorded() as launches:
+            call()
+        found += launches
+
+    def graph(self, launches: list[Any], n_times: int) -> Any:
+        import cupy
+
+        with self.ops.stream:
+            self.ops.stream.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeThreadLocal)
+            try:
+                for _ in range(n_times):
+                    for kernel, args, named in launches:
+                        kernel(*args, **named)
+            finally:
+                graph = self.ops.stream.end_capture()
+        return graph
+
+    def microseconds(self, launches: list[Any], n_calls: int) -> float:
+        """Of one call, of which the launches are n_calls."""
+        import cupy
+
+        stream = self.ops.stream
+
+        def once(graph: Any) -> float:
+            start, end = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record(stream)
+            graph.launch(stream)
+            end.record(stream)
+            end.synchronize()
+            return float(cupy.cuda.get_elapsed_time(start, end)) * 1e3
+
+        graph = self.graph(launches, 1)
+        once(graph)
+        n_times = max(1, min(200, round(1000 / once(graph))))
+        graph = self.graph(launches, n_times)
+        first = once(graph)
+        runs = max(5, min(50, int(self.seconds * 1e6 / first)))
+        return statistics.median(once(graph) for _ in range(runs)) / (n_times * n_calls)
+
+    def measure(self, case: Case) -> dict[str, Any]:
+        """Time of a case's verb, and of each of its kernels where it has several."""
+        inputs = self._inputs[case.name]
+        n_bytes, n_flops = case.bytes_moved(inputs), case.flops(inputs)
+        n_copies = 1 if n_bytes < LARGE_BYTES else max(1, min(MOST_COPIES, round(COLD_BYTES / n_bytes)))
+        launches, kept = self.launches(case, n_copies)
+        us = self.microseconds(launches, n_copies)
+        names = list(dict.fromkeys(kernel.name for kernel, _, _ in launches))
+        kernels = dict.fromkeys(names, us)
+        if len(names) > 1:
+            kernels = {
+                name: self.microseconds([one for one in launches if one[0].name == name], n_copies) for name in names
+            }
+        del kept, self._inputs[case.name]
+        return {"us": us, "bytes": n_bytes, "flops": n_flops, "kernels": kernels}
+
+
+@contextmanager
+def recorded() -> Any:
+    """(kernel, arguments, named arguments) of launches inside, which are also done."""
+    from rimuru.ops.cuda.launch import Kernel
+
+    launches: list[Any] = []
+    launch = Kernel.__call__
+
+    def note(kernel: Any, *args: Any, **named: Any) -> None:
+        launches.append((kernel, args, named))
+        launch(kernel, *args, **named)
+
+    with patch.object(Kernel, "__call__", note):
+        yield launches
+
+
+_SWEEP = """
+extern "C" __global__ void sweep(const uint4* x, long long n, unsigned* out) {
+    unsigned sum = 0;
+    long long step = (long long)gridDim.x * blockDim.x;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += 4 * step) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            if (i + k * step < n) {
+                uint4 v = x[i + k * step];
+                sum ^= v.x ^ v.y ^ v.z ^ v.w;
+            }
+        }
     }
+    if (sum == 0x12345678u) out[0] = sum;
+}
+"""
+
+
+def peaks(ops: Any) -> dict[str, float]:
+    """The card's own: bytes a second of reading 2 GiB, and flops of a product of 16-bit matrices (0 where CuPy finds no
+    library for it)."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    with ops.stream:
+        data = cupy.empty((32, 16 << 20), np.uint32)
+        data[...] = ops.upload(rng.integers(0, 2**32, 16 << 20, dtype=np.uint32))
+        n_bytes, out, kernel = data.nbytes, cupy.zeros(1, np.uint32), cupy.RawKernel(_SWEEP, "sweep")
+        grid = (ops.info.n_multiprocessors * 8,)
+        bytes_per_s = n_bytes / fastest(ops, lambda: kernel(grid, (512,), (data, np.int64(n_bytes // 16), out)))
+        n = 8192
+        a, b = (ops.upload(rng.standard_normal((n, n), dtype=np.float32).astype(np.float16)) for _ in range(2))
+        product = cupy.empty((n, n), np.float16)
+        try:
+            flops = 2 * n**3 / fastest(ops, lambda: cupy.matmul(a, b, out=product))
+        except Exception as error:  # no cuBLAS: the table goes without
+            print(f"no peak of matrix products: {error}", file=sys.stderr)
+            flops = 0.0
+    return {"bytes_per_s": bytes_per_s, "flops_per_s": flops}
+
+
+def fastest(ops: Any, call: Callable[[], None]) -> float:
+    """Seconds, by events."""
+    import cupy
+
+    call()
+    best = float("inf")
+    for _ in range(10):
+        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record(ops.stream)
+        call()
+        end.record(ops.stream)
+        end.synchronize()
+        best = min(best, float(cupy.cuda.get_elapsed_time(start, end)) / 1e3)
+    return best
+
+
+def device_rows(ops: Any, cases: list[Case], seconds: float) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """(a row for each case, the peaks)."""
+    bench = DeviceBench(ops, seconds)
+    top = peaks(ops)
+    print(f"peaks: {top['bytes_per_s'] / 1e12:.2f} TB/s, {top['flops_per_s'] / 1e12:.0f} Tflop/s")
+    bench.compile(cases)
+    gc.disable()  # nothing may be unpinned during a capture
+    rows = []
+    for case in cases:
+        row = bench.measure(case)
+        seconds_a_call = row["us"] / 1e6
+        row = {"case": case.name} | row
+        row["bandwidth_share"] = row["bytes"] / seconds_a_call / top["bytes_per_s"]
+        row["flops_share"] = row["flops"] / seconds_a_call / top["flops_per_s"] if top["flops_per_s"] else 0.0
+        rows.append(row)
+        parts = " ".join(f"{name} {us:.1f}" for name, us in row["kernels"].items())
+        shares = f"{row['bandwidth_share']:7.1%} {row['flops_share']:7.1%}"
+        print(f"{case.name:48s}{row['us']:10.1f} us {shares}  {parts}", flush=True)
+    return rows, top
+
+
+def host_rows(ops: Ops, cases: list[Case], seconds: float) -> list[dict[str, Any]]:
+    rows = []
+    for case in cases:
+        inputs, best = case.inputs(), best_of_calls(case, ops, seconds)
+        rates = case.bytes_moved(inputs) / best / 1e9, case.flops(inputs) / best / 1e9
+        rows.append({"case": case.name, "us": best * 1e6, "gb_per_s": rates[0], "gflop_per_s": rates[1]})
+        print(f"{case.name:60s} {best * 1e6:11.1f} us {rates[0]:8.1f} GB/s {rates[1]:9.1f} Gflop/s", flush=True)
+    return rows
 
 
 def main() -> None:
@@ -87,17 +298,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="time for each case")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    ops = create(options.device, options.threads)
-    rows = []
-    for case in all_cases():
-        if options.filter in case.name:
-            row = measure(case, ops, options.seconds)
-            rows.append(row)
-            print(
-                f"{row['case']:60s} {row['us']:11.1f} us {row['gb_per_s']:8.1f} GB/s {row['gflop_per_s']:9.1f} Gflop/s"
-            )
+    ops: Any = create(options.device, options.threads)
+    chosen = [case for case in timed.cases() if options.filter in case.name]
+    if options.device == "cpu":
+        result: dict[str, Any] = {"cases": host_rows(ops, chosen, options.seconds)}
+    else:
+        rows, top = device_rows(ops, chosen, options.seconds)
+        result = {"peaks": top, "cases": rows}
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
