@@ -92,13 +92,13 @@ def measure(llm: LLM, prefill: list[int], streams: list[int], n_new: int, n_repe
     rng = np.random.default_rng(seed)
     _prefill_rate(llm, rng, max(min(prefill, default=PROMPT_TOKENS), 2))
     _decode_rate(llm, rng, 1, 4)
-    before = _counters(llm)
+    before = counters(llm)
     prefill_rates = {str(n): statistics.median(_prefill_rate(llm, rng, n) for _ in range(n_repeats)) for n in prefill}
-    middle = _counters(llm)
+    middle = counters(llm)
     decode_rates = {
         str(n): statistics.median(_decode_rate(llm, rng, n, n_new) for _ in range(n_repeats)) for n in streams
     }
-    after = _counters(llm)
+    after = counters(llm)
     n_decoded = n_repeats * sum(n * (PROMPT_TOKENS + n_new) for n in streams)
     asked = after[0] - middle[0]
     loaded = llm.loaded
@@ -118,10 +118,13 @@ def measure(llm: LLM, prefill: list[int], streams: list[int], n_new: int, n_repe
     }
 
 
-def _counters(llm: LLM) -> tuple[int, int, int]:
+def counters(llm: LLM) -> tuple[int, int, int]:
     """(experts asked for, found resident, bytes read) since the start."""
     store = llm.loaded.store
-    return (0, 0, 0) if store is None else (store.counters.n_asked, store.counters.n_hits, store.counters.read_bytes)
+    if store is None:
+        return 0, 0, 0
+    store.catch_up()
+    return store.counters.n_asked, store.counters.n_hits, store.counters.read_bytes
 
 
 def _random_prompt(llm: LLM, rng: np.random.Generator, n_tokens: int) -> list[int]:

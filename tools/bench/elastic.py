@@ -1,0 +1,351 @@
+#!/usr/bin/env python3
+"""The table of the elastic loop: rates under every policy and residency, by memory budget and number of streams.
+
+    python tools/bench/elastic.py MODEL --memory 14GB,8GB,24GB --streams 96,32,8,1 --output elastic.json
+    python tools/bench/elastic.py MODEL --memory 14GB --ablate --output ablation.json
+    python tools/bench/elastic.py MODEL --memory 14GB --routing synthetic ...
+
+For each budget the model is loaded once for policies `paper` and `cost`, which are changed while it is loaded (as the
+residency is), and once for each of `static` (all experts resident; left out where they do not fit) and `fixed`. A cell:
+
+    streams come together with prompts of 118 random tokens    -> time to first token, of each that is let in (a policy
+                                                                  may let others wait: see `started`)
+    then they decode at temperature 1: --warm seconds that are not counted, --seconds that are, without a stop between
+                                                               -> tokens per second of all, per token, hit rate, link
+
+Per loading, policy and residency, before its cells: a prompt of 118 tokens alone, and one of 2,048. The cells of one
+configuration follow each other with the most streams first, so that a hot set has seen the most when few streams ask.
+The JSON is written after every cell; --limit-seconds ends the run early with what there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rimuru import LLM, SamplingParams
+from rimuru.base.errors import BadInputError, NotEnoughMemoryError, RimuruError
+from rimuru.commands.bench import counters, routing_label, use_routing
+from rimuru.engine.room import ExpertRoom
+from rimuru.request import Sequence
+
+ELASTIC = ("paper", "cost")
+SWITCHES = ("fill_on_read", "prefetch", "prediction", "in_place", "cpu_experts")
+LONG_PROMPT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One configuration of an engine: what a row of the table is about."""
+
+    memory: str
+    policy: str
+    residency: str
+    off: str = ""
+    """A switch that is turned off (ablation)."""
+
+    @property
+    def loads_alike(self) -> tuple[str, str, str]:
+        """Settings with the same value can be had by changing a loaded engine."""
+        return self.memory, "elastic" if self.policy in ELASTIC else self.policy, self.off
+
+
+class Streams:
+    """So many requests that decode at once; whoever ends is followed by another one."""
+
+    def __init__(self, llm: LLM, n_streams: int, n_prompt: int, rng: np.random.Generator) -> None:
+        self.engine, self.n_prompt, self.rng = llm.loaded.engine, n_prompt, rng
+        most = llm.context_length - n_prompt - 1
+        self.params = SamplingParams(max_tokens=most, temperature=1.0, ignore_eos=True)
+        self.started = time.perf_counter()
+        self.first_s: dict[int, float] = {}
+        self.n_ended_tokens = 0
+        self.running = [self._start() for _ in range(n_streams)]
+        self._first = {sequence.seq_id for sequence in self.running}
+
+    def _start(self) -> Sequence:
+        prompt = self.rng.integers(0, self.engine.n_vocab, self.n_prompt).tolist()
+        return self.engine.add(prompt, self.params)
+
+    def step(self) -> None:
+        """One step of the engine; raises the error of a request that failed."""
+        report = self.engine.step()
+        now = time.perf_counter()
+        for sequence in report.advanced:
+            if sequence.seq_id in self._first and sequence.seq_id not in self.first_s:
+                self.first_s[sequence.seq_id] = now - self.started
+        for sequence in report.ended:
+            if sequence.error is not None:
+                raise sequence.error
+            self.n_ended_tokens += sequence.n_output
+            self.running[self.running.index(sequence)] = self._start()
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of answers so far."""
+        return self.n_ended_tokens + sum(sequence.n_output for sequence in self.running)
+
+    def run(self, seconds: float) -> tuple[int, float, int]:
+        """Step for so long: (tokens, seconds, steps)."""
+        before, started, n_steps = self.n_tokens, time.perf_counter(), 0
+        while n_steps < 2 or time.perf_counter() - started < seconds:
+            self.step()
+            n_steps += 1
+        return self.n_tokens - before, time.perf_counter() - started, n_steps
+
+    def end(self) -> None:
+        """Cancel everything, and let the engine become idle."""
+        for sequence in self.running:
+            self.engine.abort(sequence)
+        while self.engine.has_work:
+            self.engine.step()
+
+
+def use(llm: LLM, setting: Setting) -> None:
+    """Change a loaded engine to a setting that loads alike."""
+    loaded = llm.loaded
+    assert loaded.store is not None
+    loaded.store.residency.policy = setting.residency  # type: ignore[assignment]
+    if isinstance(loaded.room, ExpertRoom):
+        loaded.room.policy = setting.policy  # type: ignore[assignment]
+
+
+def measure_prompts(llm: LLM, n_prompt: int, rng: np.random.Generator) -> dict[str, float]:
+    """A prompt alone on a warm engine: milliseconds to its first token; tokens per second of a long one."""
+
+    def first_token_s(n_tokens: int) -> float:
+        engine = llm.loaded.engine
+        prompt = rng.integers(0, engine.n_vocab, n_tokens).tolist()
+        started = time.perf_counter()
+        engine.run_until([engine.add(prompt, SamplingParams(max_tokens=1, temperature=1.0, ignore_eos=True))])
+        return time.perf_counter() - started
+
+    long_prompt = min(LONG_PROMPT, llm.context_length - 2)
+    first_token_s(n_prompt), first_token_s(long_prompt)
+    alone_s = statistics.median(first_token_s(n_prompt) for _ in range(5))
+    long_s = statistics.median(first_token_s(long_prompt) for _ in range(3))
+    return {"first_token_alone_ms": 1e3 * alone_s, f"prefill_{long_prompt}_tokens_per_s": long_prompt / long_s}
+
+
+def measure_streams(llm: LLM, n_streams: int, args: argparse.Namespace, rng: np.random.Generator) -> dict[str, Any]:
+    """One cell."""
+    streams = Streams(llm, n_streams, args.prompt, rng)
+    decisions = llm.loaded.room.decisions if isinstance(llm.loaded.room, ExpertRoom) else None
+    try:
+        limit = time.perf_counter() + args.start_seconds
+        while len(streams.first_s) < n_streams and time.perf_counter() < limit:
+            streams.step()
+        streams.run(args.warm)
+        asked, hits, n_bytes = counters(llm)
+        moves = dict(decisions.counts) if decisions is not None else {}
+        n_preempted = llm.loaded.engine.scheduler.n_preemptions
+        n_tokens, seconds, n_steps = streams.run(args.seconds)
+        asked_after, hits_after, n_bytes_after = counters(llm)
+        n_resident = sum(llm.memory()["resident_experts"])
+    finally:
+        streams.end()
+    firsts = np.array(list(streams.first_s.values())) * 1e3
+    return {
+        "streams": n_streams,
+        "started": len(streams.first_s),
+        "tokens_per_s": n_tokens / seconds,
+        "per_token_ms": 1e3 * seconds * len(streams.first_s) / max(n_tokens, 1),
+        "first_token_ms": {"mean": float(firsts.mean()), "p50": float(np.median(firsts)), "max": float(firsts.max())},
+        "hit_rate": (hits_after - hits) / (asked_after - asked) if asked_after > asked else None,
+        "bytes_over_link_per_token": (n_bytes_after - n_bytes) / max(n_tokens, 1),
+        "resident_experts": n_resident,
+        "preemptions": llm.loaded.engine.scheduler.n_preemptions - n_preempted,
+        "moves": {name: decisions.counts[name] - n for name, n in moves.items()} if decisions is not None else {},
+        "steps": n_steps,
+        "seconds": seconds,
+    }
+
+
+def settings_of(args: argparse.Namespace) -> list[Setting]:
+    """All rows, those that load alike next to each other."""
+    found = []
+    for memory in args.memory:
+        if args.ablate:
+            found += ablations(memory, args)
+            continue
+        for policy in args.policies:
+            residencies = ["auto"] if policy == "static" else args.residency
+            found += [Setting(memory, policy, residency) for residency in residencies]
+    return found
+
+
+def ablations(memory: str, args: argparse.Namespace) -> list[Setting]:
+    """The first of the policies and residencies, and the same with one thing changed at a time."""
+    policy, residency = args.policies[0], args.residency[0]
+    base = Setting(memory, policy, residency)
+    others = [Setting(memory, other, residency) for other in ELASTIC if other != policy]
+    others += [Setting(memory, policy, other) for other in ("hotset", "recency") if other != residency]
+    switched = [dataclasses.replace(base, off=name) for name in SWITCHES]
+    return [base, *others, Setting(memory, "fixed", residency), *switched]
+
+
+def open_engine(args: argparse.Namespace, setting: Setting) -> LLM:
+    """Load the model for a setting and put the routing in place."""
+    more: dict[str, Any] = {setting.off: False} if setting.off else {}
+    llm = LLM(
+        args.model, device=args.device, memory=setting.memory, ram=args.ram, threads=args.threads, context=args.ctx,
+        policy=setting.policy, residency=setting.residency, max_sequences=max(args.streams), prefix_cache=False,
+        seed=args.seed, **more,
+    )  # fmt: skip
+    try:
+        n_tokens = args.prompt + 512
+        use_routing(llm, args.routing, args.router, args.topics, max(args.streams) // 2, n_tokens, args.seed)
+    except BaseException:
+        llm.close()
+        raise
+    return llm
+
+
+class Table:
+    """Rows as they are measured, written after each."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.path = args.output
+        kept = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+        self.values: dict[str, Any] = {"settings": kept, "loads": [], "rows": []}
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.values["rows"].append(row)
+        self.write()
+
+    def write(self) -> None:
+        if self.path is not None:
+            Path(self.path).write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
+
+    def lines(self) -> Iterator[str]:
+        """For people: a line a configuration; of each cell tokens per second, milliseconds per token and to the first
+        one (mean of those that come together), hit rate, megabytes over the link per token."""
+        sizes = self.values["settings"]["streams"]
+        heads = "".join(f"| {n} streams: tok/s, ms, first ms, hits, MB " for n in sizes)
+        yield f"| memory | policy | residency | off | prompt alone, ms | long prompt, tok/s {heads}|"
+        yield "|" + " --- |" * (6 + len(sizes))
+        for row in self.values["rows"]:
+            cells = {cell["streams"]: self._cell(cell) for cell in row["cells"]}
+            prefill = next((v for k, v in row.get("prompts", {}).items() if k.startswith("prefill")), 0.0)
+            first = row.get("prompts", {}).get("first_token_alone_ms", 0.0)
+            note = f" {row['error']}" if "error" in row else ""
+            yield (
+                f"| {row['memory']} | {row['policy']} | {row['residency']} | {row['off'] and 'no ' + row['off']} | "
+                f"{first:.0f} | {prefill:.0f} | {' | '.join(cells.get(n, '') for n in sizes)} |{note}"
+            )
+
+    @staticmethod
+    def _cell(cell: dict[str, Any]) -> str:
+        hits = "-" if cell["hit_rate"] is None else f"{cell['hit_rate']:.2f}"
+        waiting = "" if cell["started"] == cell["streams"] else f" ({cell['started']} let in)"
+        return (
+            f"**{cell['tokens_per_s']:.0f}** {cell['per_token_ms']:.1f} {cell['first_token_ms']['mean']:.0f} {hits} "
+            f"{cell['bytes_over_link_per_token'] / 1e6:.1f}{waiting}"
+        )
+
+
+def measure_row(llm: LLM, setting: Setting, args: argparse.Namespace, deadline: float) -> dict[str, Any]:
+    """All cells of a configuration; what went wrong is in `error`."""
+    row: dict[str, Any] = {**dataclasses.asdict(setting), "routing": routing_label(llm), "cells": []}
+    rng = np.random.default_rng(args.seed)
+    try:
+        use(llm, setting)
+        row["prompts"] = measure_prompts(llm, args.prompt, rng)
+        for n_streams in sorted(args.streams, reverse=True):
+            if time.monotonic() > deadline:
+                row["error"] = "out of time"
+                break
+            row["cells"].append(measure_streams(llm, n_streams, args, rng))
+            llm.loaded.engine.audit()
+    except Exception as error:  # the other rows are wanted all the same
+        row["error"] = f"{type(error).__name__}: {error}"
+    row["memory_report"] = {k: v for k, v in llm.memory().items() if k.endswith("_bytes")}
+    return row
+
+
+def run(args: argparse.Namespace) -> Table:
+    """Every row, loading anew where a setting needs it, or where the last one failed."""
+    table, deadline = Table(args), time.monotonic() + args.limit_seconds
+    llm: LLM | None = None
+    loaded_for: tuple[str, str, str] | None = None
+    try:
+        for setting in settings_of(args):
+            if time.monotonic() > deadline:
+                break
+            if llm is not None and loaded_for != setting.loads_alike:
+                llm.close()
+                llm = None
+            if llm is None:
+                try:
+                    llm, loaded_for = open_engine(args, setting), setting.loads_alike
+                except RimuruError as error:
+                    if not isinstance(error, (NotEnoughMemoryError, BadInputError)):
+                        raise
+                    table.add({**dataclasses.asdict(setting), "cells": [], "error": str(error)})
+                    continue
+                table.values["loads"].append({"for": list(loaded_for), "seconds": llm.loaded.load_s})
+            row = measure_row(llm, setting, args, deadline)
+            table.add(row)
+            print(list(table.lines())[-1], file=sys.stderr, flush=True)
+            if "error" in row and row["error"] != "out of time":
+                llm.close()
+                llm = None
+    finally:
+        if llm is not None:
+            llm.close()
+        table.write()
+    return table
+
+
+def names(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in names(text)]
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--memory", type=names, default=["14GB", "24GB", "8GB"], metavar="SIZE,SIZE")
+    parser.add_argument("--streams", type=numbers, default=[96, 32, 8, 1], metavar="N,N")
+    parser.add_argument("--policies", type=names, default=["cost", "paper", "fixed", "static"], metavar="NAME,NAME")
+    parser.add_argument("--residency", type=names, default=["recency", "hotset"], metavar="NAME,NAME")
+    parser.add_argument("--ablate", action="store_true", help="one change at a time to the first policy and residency")
+    parser.add_argument("--routing", default="model", metavar="model|synthetic|FILE")
+    parser.add_argument("--router", default="auto", metavar="NAME")
+    parser.add_argument("--topics", type=int, metavar="N")
+    parser.add_argument("--prompt", type=int, default=118, metavar="N", help="tokens of a prompt")
+    parser.add_argument("--start-seconds", type=float, default=6.0, metavar="S", help="longest wait for first tokens")
+    parser.add_argument("--warm", type=float, default=1.5, metavar="S", help="seconds of decoding before a cell counts")
+    parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="seconds of decoding of a cell")
+    parser.add_argument("--limit-seconds", type=float, default=540.0, metavar="S", help="begin nothing after so long")
+    parser.add_argument("--ctx", type=int, default=4096, metavar="N")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--ram", metavar="SIZE")
+    parser.add_argument("--threads", type=int, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    table = run(args)
+    print("\n".join(table.lines()))
+    return 0 if any(row["cells"] for row in table.values["rows"]) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
