@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,8 @@ class LLM:
         self._loaded: LoadedModel | None = load_model(Path(model), config, progress)
         self._lock = threading.Lock()
         self._outputs: dict[int, TextOutput] = {}
+        self._scorings: set[Generator[list[np.ndarray], None, None]] = set()
+        """Texts whose rows of logits have not all been taken."""
 
     # ---- the model
     @property
@@ -152,20 +154,33 @@ class LLM:
     def logits(self, token_ids: Seq[int], chunk: int | None = None) -> np.ndarray:
         """float32 [n, n_vocab]: next-token logits after each of the n tokens, which start at position 0.
 
-        `chunk` = tokens per forward pass (default: as many as fit); it does not change the result on the CPU.
+        `chunk` = tokens per forward pass (default: as many as fit, within 256 MiB of logits); it does not change the
+        result on the CPU.
         """
         return np.concatenate(list(self.score(token_ids, chunk)))
 
     def score(self, token_ids: Seq[int], chunk: int | None = None) -> Iterator[np.ndarray]:
-        """The rows of `logits` in order, a few at a time, for texts whose logits would not fit in memory."""
+        """The rows of `logits` in order, a few at a time, for texts whose logits would not fit in memory. Other methods
+        may be called before all rows were taken."""
         ids = self._as_ids(token_ids)
         if chunk is not None and (not isinstance(chunk, (int, np.integer)) or chunk < 1):
             raise BadInputError(f"chunk must be a whole number of at least 1, got {chunk!r}")
         if len(ids) > self.context_length:
             raise BadInputError(f"{len(ids)} tokens do not fit in the context of {self.context_length}")
         self._check_ids(ids)
-        with self._lock:
-            yield from self.loaded.engine.score(ids, chunk or len(ids))
+        pieces = self.loaded.engine.score(ids, chunk)
+        self._scorings.add(pieces)
+        try:
+            while True:
+                with self._lock:  # not while the caller looks at the rows
+                    rows = next(pieces, None) if self.loaded else None
+                if rows is None:
+                    return
+                yield from rows
+        finally:
+            with self._lock:
+                pieces.close()
+                self._scorings.discard(pieces)
 
     # ---- memory
     def memory(self) -> dict[str, Any]:
@@ -182,6 +197,8 @@ class LLM:
         """Give everything back. Further calls raise."""
         with self._lock:
             if self._loaded is not None:
+                for pieces in self._scorings:
+                    pieces.close()
                 self._loaded.close()
                 self._loaded = None
 

@@ -68,7 +68,7 @@ def measure(llm: LLM, ids: list[int]) -> HotsetProfile:
     engine, residency = loaded.engine, loaded.store.residency
     before = residency.n_chosen.copy()
     for start in range(0, len(ids), engine.context_length):
-        for _ in engine.score(ids[start : start + engine.context_length], engine.scheduler.max_step_tokens):
+        for _ in engine.score(ids[start : start + engine.context_length]):
             pass
     counts = residency.n_chosen - before
     if not counts.any():

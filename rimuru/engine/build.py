@@ -315,7 +315,7 @@ class _Builder:
             self.resolved = dataclasses.replace(self.resolved, max_step_tokens=n_tokens)
         if self.config.context is None and context < self.resolved.n_positions:
             memory = human_bytes(self.resolved.memory_bytes)
-            log.info("context lowered from %d to %d tokens, which fit in %s", self.resolved.n_positions, context, memory)
+            log.info("context lowered from %d to %d tokens, to fit in %s", self.resolved.n_positions, context, memory)
         self.workspace.allocate(n_tokens)
         self._map_pool(pool_bytes)
         return scratch_bytes, context

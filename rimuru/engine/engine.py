@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 40
 """Enough for the matrix kernels that only prompts use."""
+
+SCORE_BYTES = 256 << 20
+"""Of logits that a piece of a scored text has at most."""
 
 AUDIT_PAUSE = 100
 """After an audit of an idle engine, the next one waits this many times as long as it took."""
@@ -262,8 +265,8 @@ class Engine:
         requests need is compiled before the first of them."""
         n_tokens = min(WARM_UP_TOKENS, self.context_length, self.scheduler.max_step_tokens)
         for n, chunk in ((n_tokens, n_tokens), (min(3, n_tokens), 2)):
-            for logits in self.score([i % self.n_vocab for i in range(n)], chunk):
-                last = logits[-1:]
+            for rows in self.score([i % self.n_vocab for i in range(n)], chunk):
+                last = rows[-1][-1:]
         for probe in rehearsal_sequences():
             self.sampler.sample(self.runner.ops.upload(last), [probe])
         if self.store is not None:
@@ -292,27 +295,29 @@ class Engine:
             self.cache.release(sequence.seq_id, keep_prefix=was_run)
 
     # ---- scoring
-    def score(self, token_ids: list[int], chunk: int) -> Iterator[np.ndarray]:
-        """Logits after each of token_ids, as float32 [r, n_vocab] arrays in order; the prompt is run in pieces of
-        `chunk` tokens, without prefix reuse. The engine must be idle."""
+    def score(self, token_ids: list[int], chunk: int | None = None) -> Generator[list[np.ndarray], None, None]:
+        """Logits after each of token_ids: for each piece of `chunk` tokens (None: as many as give SCORE_BYTES), float32
+        [r, n_vocab] arrays in order. Nothing is reused of what was run before. The engine must be idle at the start;
+        between two pieces requests may run."""
         if self.scheduler.has_work:
             raise BadInputError("logits cannot be scored while requests run")
-        self.land()
         sequence = Sequence(
             next(self._ids), list(token_ids), len(token_ids), SamplingParams(), np.random.default_rng(0), frozenset(), 0
         )
-        chunk = min(chunk, self.scheduler.max_step_tokens)
+        chunk = min(chunk or max(1, SCORE_BYTES // (4 * self.n_vocab)), self.scheduler.max_step_tokens)
         self.cache.open(sequence.seq_id, [])
         try:
             while sequence.n_uncached:
+                self.land()
                 n_tokens = min(chunk, sequence.n_uncached)
                 self._reserve_for_score(sequence, n_tokens)
                 self._begin()
                 batch = self._batch([PlannedTokens(sequence, n_tokens, True)], all_logits=True)
-                yield from self.runner.run_scored(batch)
+                rows = list(self.runner.run_scored(batch))
                 begin = sequence.n_cached
                 self.cache.commit(sequence.seq_id, sequence.tokens[begin : begin + n_tokens])
                 sequence.n_cached += n_tokens
+                yield rows
         finally:
             self.cache.release(sequence.seq_id, keep_prefix=False)
             if self.store is not None:

@@ -10,6 +10,7 @@ import pytest
 
 from rimuru import LLM, SamplingParams
 from rimuru.base.errors import NotEnoughMemoryError
+from rimuru.engine.resolve import piece_lengths
 from tools.make_random_gguf import write_random_model
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -143,3 +144,19 @@ def test_a_file_without_tokenizer_works_with_ids(tmp_path: Path, capsys: pytest.
             llm.generate("text")
     assert main(["run", str(path), "--token-ids", "3 4 5", "-n", "24", "--temp", "0", "--ignore-eos", "-q"]) == 0
     assert [int(i) for i in capsys.readouterr().out.split()] == answer.token_ids
+
+
+def test_scratch_shrinks_before_a_budget_is_refused(model: Path, answers: list[list[int]]) -> None:
+    """Shorter pieces of prompts need less scratch. Pieces whose length was asked for stay as they are."""
+    with LLM(model, device="cpu", max_sequences=8) as llm:
+        report, longest = llm.memory(), llm.loaded.resolved.max_step_tokens
+        assert longest == 512
+        memory = report["dense_bytes"] + report["scratch_bytes"]  # nothing is left for the pool
+    with pytest.raises(NotEnoughMemoryError):
+        LLM(model, device="cpu", memory=memory, max_sequences=8, max_step_tokens=longest)
+    with LLM(model, device="cpu", memory=memory, max_sequences=8) as llm:
+        report = llm.memory()
+        assert report["total_bytes"] <= memory and report["scratch_bytes"] <= report["pool_bytes"]
+        assert 32 <= llm.loaded.resolved.max_step_tokens < longest
+        assert [a.token_ids for a in llm.generate(PROMPTS, GREEDY)] == answers
+    assert piece_lengths(512, 8, False) == [512, 256, 128, 64, 32] and piece_lengths(512, 100, False)[-1] == 128
