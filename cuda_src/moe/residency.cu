@@ -9,8 +9,8 @@
 //     by recency: the longest unused (then the lowest score'); else the lowest score', if below that of who comes
 //
 // Who gets no place is read where it lies in host memory. Every block makes the same plan from the same state and copies
-// its share; the last one to end writes the new state. Grid: any number of blocks of 256 threads (they share the copies).
-// Moves the bytes of the missed experts that get a place.
+// its share; the last one to end writes the new state (where nobody comes, the first one does so at once). Grid: any
+// number of blocks of 256 threads (they share the copies). Moves the bytes of the missed experts that get a place.
 //
 // moe_set_places (one warp): the host gives a layer's places other pages, new ones, or takes them away.
 
@@ -100,6 +100,8 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
     }
     __syncthreads();
     int most = min(min(plan.n_missed, min(control[MOST_FILLS], MAX_FILLS)), plan.n_empty + plan.n_victims);
+    // Nobody comes: the first block counts alone, and changes nothing by which the others see that nobody comes.
+    if (most == 0 && blockIdx.x > 0) return;
     if (most > 0) {
         for (int e = thread; e < n_experts; e += FETCH_THREADS) {
             if (plan.empty[e]) {
@@ -141,12 +143,14 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
             if (at < n_vectors) to[at] = values[v];
         }
     }
-    __threadfence();
-    __syncthreads();
-    if (thread == 0) plan.is_last = atomicInc((u32*)totals + ARRIVALS, gridDim.x - 1) == gridDim.x - 1;
-    __syncthreads();
-    if (!plan.is_last) return;
-    __threadfence();
+    if (most > 0) {
+        __threadfence();
+        __syncthreads();
+        if (thread == 0) plan.is_last = atomicInc((u32*)totals + ARRIVALS, gridDim.x - 1) == gridDim.x - 1;
+        __syncthreads();
+        if (!plan.is_last) return;
+        __threadfence();
+    }
     // Everybody has copied, and read what follows for the last time.
     for (int i = thread; i < n_fills * n_pages; i += FETCH_THREADS) {
         int fill = i / n_pages, page = i % n_pages, victim = plan.victims[fill], comer = plan.comers[fill];
