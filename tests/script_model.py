@@ -30,12 +30,19 @@ NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
 
 def write_script_model(
-    path: Path, words: Sequence[str] = (), template: str = CHATML, context: int = 512, n_layers: int = 2
+    path: Path,
+    words: Sequence[str] = (),
+    template: str = CHATML,
+    context: int = 512,
+    n_layers: int = 2,
+    control: Sequence[str] = (),
 ) -> Path:
-    """Write the model and return its path."""
+    """Write the model and return its path. control: words, or further tokens, that are control tokens."""
     assert len(set(words)) == len(words), "a word may stand in the script only once"
-    tokens = [*BYTE_TO_CHARACTER, HALVES[0], *words, *SPECIALS]
-    types = [NORMAL] * 257 + [USER_DEFINED] * len(words) + [CONTROL] * len(SPECIALS)
+    further = [text for text in control if text not in words]
+    tokens = [*BYTE_TO_CHARACTER, HALVES[0], *words, *further, *SPECIALS]
+    types = [NORMAL] * 257 + [CONTROL if text in control else USER_DEFINED for text in words]
+    types += [CONTROL] * (len(further) + len(SPECIALS))
     ids = {text: i for i, text in enumerate(tokens)}
     width = align_up(len(tokens), 32)
     keys: list[KeyValue] = [

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Protocol
 
-from rimuru.server.tool_calls import Content, Part, ToolCallParser, held_length
-
-THINK, END_THINK = "<think>", "</think>"
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    text: str
+from rimuru.server.answer_parts import AnswerPart, Content, Reasoning, first_of, held_length
+from rimuru.server.tool_calls import ToolCallParser
+from rimuru.server.tool_formats import ReasoningFormat
 
 
-AnswerPart = Reasoning | Part
+class AnswerReader(Protocol):
+    """Takes an answer's text in pieces and tells its parts."""
+
+    @property
+    def n_calls(self) -> int: ...
+    def push(self, text: str) -> list[AnswerPart]: ...
+    def finish(self) -> list[AnswerPart]: ...
 
 
 class ReasoningSplitter:
-    """Splits off the text between <think> and </think> at the start of an answer.
+    """Splits off the reasoning at the start of an answer, and takes away the marks that wrap what follows it."""
 
-    begun: the prompt's end has opened it already (the template wrote <think>).
-    """
-
-    def __init__(self, begun: bool) -> None:
+    def __init__(self, begun: bool, fmt: ReasoningFormat | None = None, also_ends: Sequence[str] = ()) -> None:
+        """begun: the prompt's end has opened it already; also_ends: marks of tool calls that end it unclosed."""
+        self.fmt = fmt or ReasoningFormat()
+        self._ends = (self.fmt.end, *also_ends)
         self._state = "thinking" if begun else "start"
         self._held = ""
         self._stripping = begun
+        self._wrap_end = ""
 
     def push(self, text: str) -> tuple[str, str]:
         """(reasoning, content) that this piece settles."""
@@ -38,10 +41,9 @@ class ReasoningSplitter:
             reasoning = self._think()
         if self._state == "after":
             self._held = self._held.lstrip()
-            if self._held:
-                self._state = "content"
+            self._look_for_wrap()
         if self._state == "content":
-            content, self._held = self._held, ""
+            content = self._content()
         return reasoning, content
 
     def finish(self) -> tuple[str, str]:
@@ -49,26 +51,62 @@ class ReasoningSplitter:
         held, self._held = self._held, ""
         if self._state == "thinking":
             return held.rstrip(), ""
-        return ("", "") if self._state == "after" else ("", held)
+        if self._wrap_end and held.strip() and self._wrap_end.startswith(held.strip()):
+            return "", ""  # a closing mark that was cut off
+        return "", held.rstrip() if self._wrap_end else held
 
     def _look_for_start(self) -> None:
         stripped = self._held.lstrip()
-        if stripped.startswith(THINK):
-            self._state, self._held, self._stripping = "thinking", stripped[len(THINK) :], True
-        elif not THINK.startswith(stripped):
+        if stripped.startswith(self.fmt.begin):
+            self._state, self._held, self._stripping = "thinking", stripped[len(self.fmt.begin) :], True
+        elif not self.fmt.begin.startswith(stripped):
+            held = self._held
+            self._held = stripped
+            self._look_for_wrap()
+            if not self._wrap_end:
+                self._held = held
+
+    def _look_for_wrap(self) -> None:
+        """Content begins, maybe behind a mark that wraps it."""
+        if not self._held:
+            return
+        for begin, end in self.fmt.wraps:
+            if self._held.startswith(begin):
+                self._state, self._wrap_end, self._stripping = "content", end, True
+                self._held = self._held[len(begin) :]
+                return
+        if not any(begin.startswith(self._held) for begin, _ in self.fmt.wraps):
             self._state = "content"
 
     def _think(self) -> str:
         if self._stripping:
             self._held = self._held.lstrip()
             self._stripping = not self._held
-        at = self._held.find(END_THINK)
-        if at >= 0:
-            text, self._held = self._held[:at].rstrip(), self._held[at + len(END_THINK) :]
+        found = first_of(self._held, self._ends)
+        if found is not None:
+            at, mark = found
+            text, self._held = self._held[:at].rstrip(), self._held[at + len(mark) * (mark == self.fmt.end) :]
             self._state = "after"
             return text
-        cut = len(self._held) - held_length(self._held, (END_THINK,))
+        cut = len(self._held) - held_length(self._held, self._ends)
         cut = len(self._held[:cut].rstrip())  # white space may turn out to be the end
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text
+
+    def _content(self) -> str:
+        if not self._wrap_end:
+            text, self._held = self._held, ""
+            return text
+        if self._stripping:
+            self._held = self._held.lstrip()
+            self._stripping = not self._held
+        at = self._held.find(self._wrap_end)
+        if at >= 0:
+            text, self._held = self._held[:at].rstrip() + self._held[at + len(self._wrap_end) :], ""
+            self._wrap_end = ""
+            return text
+        cut = len(self._held) - held_length(self._held, (self._wrap_end,))
+        cut = len(self._held[:cut].rstrip())
         text, self._held = self._held[:cut], self._held[cut:]
         return text
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rimuru.base.errors import BadInputError
 from rimuru.request import TokenConstraint
-from rimuru.server.answer_parser import END_THINK, THINK
 from rimuru.server.errors import FieldError, NotSupportedError
-from rimuru.server.tool_calls import CLOSE, OPEN, ToolFormat, function_of
+from rimuru.server.tool_calls import function_of
+from rimuru.server.tool_formats import ReasoningFormat, ToolFormat
+from rimuru.server.tool_grammars import regex_text, schema_text, tool_rules
 from rimuru.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-MAX_SCHEMA_CHARACTERS = 1 << 18
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""One way to write white space: a model cannot fill its budget with blanks, and sees the spacing it was trained on."""
 
 
 class GrammarCompiler:
@@ -29,10 +28,13 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
         self._tokenizer, self._n_vocab = tokenizer, n_vocab
         self._tables: Any = None
+        self._marks = sorted(filter(None, tokenizer.control_texts()), key=len, reverse=True)
 
     def json_schema(self, schema: Any, thinking: ReasoningState) -> Callable[[], TokenConstraint]:
         """Answers that are one JSON value of the schema, after the reasoning where the model reasons."""
-        return self._compile(_lark(thinking, f"answer: %json {_schema_text(schema)}"), "response_format")
+        lead = self._literal("<|channel|>final<|message|>") if thinking.is_harmony else ""
+        rules = f"answer: {lead} value\nvalue: %json {schema_text(schema)}"
+        return self._compile(self._lark(thinking, rules), "response_format")
 
     def tool_call(
         self,
@@ -43,9 +45,34 @@ class GrammarCompiler:
     ) -> Callable[[], TokenConstraint]:
         """Answers that call one of the tools (or several, where parallel), written as the model writes calls."""
         functions = [function_of(tool) for tool in tools]
-        rule = _TOOL_RULES[fmt](functions)
-        many = "+" if parallel and fmt != "json" else ""
-        return self._compile(_lark(thinking, f"answer: call{many}\n{rule}"), "tools")
+        rules = tool_rules(fmt, functions, self._literal, parallel)
+        return self._compile(self._lark(thinking, rules), "tools")
+
+    def _lark(self, thinking: ReasoningState, rules: str) -> str:
+        """The grammar of an answer, with the reasoning that may stand before what the rules ask for."""
+        fmt = thinking.fmt
+        if fmt is None:
+            return f"start: answer\n{rules}\n"
+        begin, optional = ("", "") if thinking.begun else (self._literal(fmt.begin), "?")
+        behind = self._literal("<|start|>assistant") if thinking.is_harmony else "/\\n{0,2}/"
+        if self._tokenizer.control_id(fmt.end) is None:
+            thoughts = f"thoughts[lazy]: /(?s:.*){regex_text(fmt.end)}/"
+        else:
+            thoughts = f"thoughts: THOUGHTS {self._literal(fmt.end)}\nTHOUGHTS: /(?s:.*)/"
+        head = f"start: reasoning{optional} answer\nreasoning: {begin} thoughts {behind}"
+        return f"{head}\n{thoughts}\n{rules}\n"
+
+    def _literal(self, text: str) -> str:
+        """A text as a grammar spells it. Control tokens are named by id: nothing else may stand for them."""
+        if not text:
+            return ""
+        pieces = re.split(f"({'|'.join(map(re.escape, self._marks))})", text) if self._marks else [text]
+        ids = [self._tokenizer.control_id(piece) for piece in pieces]
+        return " ".join(
+            json.dumps(piece) if token_id is None else f"<[{token_id}]>"
+            for piece, token_id in zip(pieces, ids, strict=True)
+            if piece
+        )
 
     def _compile(self, lark: str, param: str) -> Callable[[], TokenConstraint]:
         library, tables = self._load()
@@ -71,11 +98,16 @@ class GrammarCompiler:
         return llguidance, self._tables
 
 
+@dataclass(frozen=True, slots=True)
 class ReasoningState:
-    """Whether an answer may begin with reasoning: not at all, if the model wants to, or certainly (begun)."""
+    """Whether an answer may begin with reasoning: not at all (no format), if the model wants to, or certainly (begun).
 
-    def __init__(self, possible: bool, begun: bool) -> None:
-        self.possible, self.begun = possible, begun
+    is_harmony: every message of the answer has a header, so also the one behind the reasoning.
+    """
+
+    fmt: ReasoningFormat | None = None
+    begun: bool = False
+    is_harmony: bool = False
 
 
 class _Vocabulary:
@@ -87,7 +119,7 @@ class _Vocabulary:
         self.eos_token_id = next(iter(sorted(tokenizer.eog_ids)))
         self.bos_token_id = tokenizer.bos_id
         self.tokens = [tokenizer.token_bytes(i) for i in ids]
-        self.special_token_ids = [i for i in ids if tokenizer.is_control(i)]
+        self.special_token_ids = sorted(tokenizer.control_ids)
 
     def __call__(self, text: bytes) -> list[int]:
         return self._tokenizer.encode(text.decode("utf-8", "replace"))
@@ -125,108 +157,6 @@ class GrammarConstraint:
             self.error = _first_line(self._matcher.get_error())
             log.warning("a grammar gave up, the answer ends here: %s", self.error)
         return self.error is not None
-
-
-def _lark(thinking: ReasoningState, rules: str) -> str:
-    if not thinking.possible:
-        return f"start: answer\n{rules}\n"
-    begin = "" if thinking.begun else json.dumps(THINK) + " "
-    optional = "" if thinking.begun else "?"
-    return (
-        f"start: reasoning{optional} answer\n"
-        f"reasoning: {begin}thoughts /\\n{{0,2}}/\n"
-        f"thoughts[lazy]: /(?s:.*){END_THINK.replace('/', chr(92) + '/')}/\n{rules}\n"
-    )
-
-
-def _schema_text(schema: Any) -> str:
-    if not isinstance(schema, (dict, bool)):
-        raise FieldError("the JSON schema must be an object", "response_format")
-    try:
-        text = json.dumps({"x-guidance": _COMPACT, **schema} if isinstance(schema, dict) else schema)
-    except (ValueError, RecursionError):
-        raise FieldError("the JSON schema is nested too deeply", "response_format") from None
-    if len(text) > MAX_SCHEMA_CHARACTERS:
-        raise FieldError(f"the JSON schema has more than {MAX_SCHEMA_CHARACTERS} characters", "response_format")
-    return text
-
-
-def _call_schema(functions: Sequence[Mapping[str, Any]], key: str) -> str:
-    options = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": str(f["name"])}, key: _parameters(f)},
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
-        for f in functions
-    ]
-    return _schema_text({"anyOf": options})
-
-
-def _parameters(function: Mapping[str, Any]) -> Any:
-    schema = function.get("parameters")
-    return schema if isinstance(schema, Mapping) and schema else {"type": "object"}
-
-
-def _hermes_rules(functions: Sequence[Mapping[str, Any]]) -> str:
-    return (
-        f"call: {json.dumps(OPEN)} /\\n/ object /\\n/ {json.dumps(CLOSE)} /\\n?/\n"
-        f"object: %json {_call_schema(functions, 'arguments')}"
-    )
-
-
-def _json_rules(functions: Sequence[Mapping[str, Any]]) -> str:
-    return f"call: %json {_call_schema(functions, 'parameters')}"
-
-
-def _tagged_rules(
-    functions: Sequence[Mapping[str, Any]], name: str, name_end: str, key: str, key_end: str, value_end: str
-) -> str:
-    """Calls whose parameters stand between tags: one rule a function, one a parameter, in the schema's order."""
-    lines, calls = [], []
-    for i, function in enumerate(functions):
-        schema = _parameters(function)
-        properties = schema.get("properties")
-        properties = properties if isinstance(properties, Mapping) else {}
-        required = schema.get("required")
-        required = required if isinstance(required, list) else []
-        rules = []
-        for j, (parameter, value) in enumerate(properties.items()):
-            rules.append(f"p{i}_{j}" + ("" if parameter in required else "?"))
-            lead = json.dumps(f"{key}{parameter}{key_end}")
-            if isinstance(value, Mapping) and value.get("type", "string") != "string":
-                body = f"v{i}_{j} {json.dumps(value_end)}"
-                lines.append(f"v{i}_{j}: %json {_schema_text(dict(value))}")
-            else:
-                body = f"s{i}_{j}"
-                lines.append(f"s{i}_{j}[lazy]: /(?s:.*){_regex(value_end)}/")
-            lines.append(f"p{i}_{j}: {lead} {body}")
-        calls.append(f"c{i}")
-        lines.append(f"c{i}: {json.dumps(name + str(function['name']) + name_end)} {' '.join(rules)}")
-    return "\n".join([f"call: {json.dumps(OPEN)} ({' | '.join(calls)}) {json.dumps(CLOSE)} /\\n?/", *lines])
-
-
-def _coder_rules(functions: Sequence[Mapping[str, Any]]) -> str:
-    tagged = _tagged_rules(functions, "\n<function=", ">\n", "<parameter=", ">\n", "\n</parameter>\n")
-    return tagged.replace(f") {json.dumps(CLOSE)}", f") {json.dumps('</function>' + chr(10) + CLOSE)}", 1)
-
-
-def _glm_rules(functions: Sequence[Mapping[str, Any]]) -> str:
-    return _tagged_rules(functions, "", "\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
-
-
-_TOOL_RULES: dict[ToolFormat, Callable[[Sequence[Mapping[str, Any]]], str]] = {
-    "hermes": _hermes_rules,
-    "json": _json_rules,
-    "coder": _coder_rules,
-    "glm": _glm_rules,
-}
-
-
-def _regex(text: str) -> str:
-    """A literal text inside /.../ of a grammar."""
-    return text.replace("\\", "\\\\").replace("/", "\\/").replace("\n", "\\n")
 
 
 def _first_line(text: str) -> str:

@@ -10,11 +10,13 @@ from typing import Any
 from rimuru.base.errors import BadInputError, ContextLengthError
 from rimuru.engine.build import LoadedModel
 from rimuru.request import SamplingParams, TokenConstraint
-from rimuru.server.answer_parser import END_THINK, THINK, AnswerParser, ReasoningSplitter
+from rimuru.server.answer_parser import AnswerParser, AnswerReader, ReasoningSplitter
 from rimuru.server.errors import FieldError
 from rimuru.server.grammar import GrammarCompiler, ReasoningState, schema_of_response_format
+from rimuru.server.harmony import HarmonyParser
 from rimuru.server.openai_schema import MAX_ANSWERS, ChatRequest, CompletionRequest, SamplingFields, TemplateRequest
-from rimuru.server.tool_calls import ToolCallParser, function_of, tool_format
+from rimuru.server.tool_calls import CallCounter, ToolCallParser, function_of
+from rimuru.server.tool_formats import HARMONY, reasoning_format, tool_format
 from rimuru.text.guard import RenderedChat
 from rimuru.text.tokenizer import Tokenizer
 
@@ -29,7 +31,7 @@ class Prepared:
     prompts: list[list[int]]
     params: SamplingParams
     make_constraint: Callable[[], TokenConstraint] | None
-    new_parser: Callable[[], AnswerParser]
+    new_parser: Callable[[], AnswerReader]
 
 
 class Preparer:
@@ -76,7 +78,7 @@ class Preparer:
         params = body.sampling_params(self.context_length, body.logprobs is not None, body.logprobs or 0)
         _check_answers(len(body.prompts()) * params.n)
         prompts = [p if isinstance(p, list) else self._encode(p) for p in body.prompts()]
-        make_constraint = self._format_constraint(body, ReasoningState(False, False))
+        make_constraint = self._format_constraint(body, ReasoningState())
         return Prepared(prompts, params, make_constraint, lambda: AnswerParser(None, None))
 
     # ---- chats
@@ -91,8 +93,8 @@ class Preparer:
         self._check_length(rendered.marked)
         params = body.sampling_params(self.context_length, bool(body.logprobs), body.top_logprobs or 0)
         thinking = self._thinking(rendered.text, bool(tools))
-        splits = thinking.possible and body.reasoning_format != "none"
-        fmt = tool_format(self._template_source(bool(tools)))
+        reasoning, splits = reasoning_format(self._template_source(bool(tools))), body.reasoning_format != "none"
+        fmt = tool_format(self._template_source(bool(tools)), self._has_token)
         parallel = body.parallel_tool_calls is not False
         wanted = _wanted_tools(body, tools)
         if wanted:
@@ -101,9 +103,12 @@ class Preparer:
         else:
             make_constraint = self._format_constraint(body, thinking)
 
-        def new_parser() -> AnswerParser:
+        def new_parser() -> AnswerReader:
+            if fmt is HARMONY:
+                return HarmonyParser(CallCounter(tools, parallel) if tools else None, keeps_reasoning=not splits)
+            also_ends = fmt.opens if tools and fmt.ends_reasoning else ()
             return AnswerParser(
-                ReasoningSplitter(thinking.begun) if splits else None,
+                ReasoningSplitter(thinking.begun, reasoning, also_ends) if splits and reasoning else None,
                 ToolCallParser(fmt, tools, parallel) if tools else None,
             )
 
@@ -130,12 +135,20 @@ class Preparer:
     def _template_source(self, tools: bool) -> str:
         return "" if self.loaded.chat is None else self.loaded.chat.source(tools)
 
+    def _has_token(self, text: str) -> bool:
+        return self.tokenizer.token_id(text) is not None
+
     def _thinking(self, prompt_text: str, tools: bool) -> ReasoningState:
-        """From the template and the end of the prompt: `<think>` there has begun the reasoning, `</think>` ended it."""
+        """From the template and the end of the prompt: the opening mark there has begun the reasoning, the closing one
+        has ended it."""
         source, end = self._template_source(tools), prompt_text.rstrip()
-        if end.endswith(THINK):
-            return ReasoningState(True, True)
-        return ReasoningState((THINK in source or END_THINK in source) and not end.endswith(END_THINK), False)
+        fmt = reasoning_format(source)
+        if fmt is None:
+            return ReasoningState()
+        if end.endswith(fmt.begin):
+            return ReasoningState(fmt, True)
+        is_harmony = tool_format(source) is HARMONY
+        return ReasoningState(None if end.endswith(fmt.end) and not is_harmony else fmt, False, is_harmony)
 
     def _format_constraint(
         self, body: SamplingFields, thinking: ReasoningState

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rimuru.request import Piece, TokenLogprob
-from rimuru.server.answer_parser import AnswerParser, AnswerPart, Reasoning
+from rimuru.server.answer_parser import AnswerReader
+from rimuru.server.answer_parts import AnswerPart, CallArguments, CallStart, Content, Reasoning
 from rimuru.server.jobs import AnswerPiece
-from rimuru.server.tool_calls import CallArguments, CallStart, Content
 from rimuru.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
@@ -58,7 +58,7 @@ class AnswerState:
     """One answer as far as it has come."""
 
     index: int
-    parser: AnswerParser
+    parser: AnswerReader
     finish_reason: str | None = None
     n_prompt: int = 0
     n_cached: int = 0

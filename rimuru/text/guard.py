@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from rimuru.text.arguments import JsonArguments
+
 _FIRST_STAND_IN = 0x10F000
 _LAST_STAND_IN = 0x10FFFD
 
@@ -68,6 +70,9 @@ class Guard:
         """
         if isinstance(value, str):
             return self._mark_text(value, keep)
+        if isinstance(value, JsonArguments):
+            marked = {str(self.mark(key, keep)): self.mark(item, keep) for key, item in value.items()}
+            return JsonArguments(marked, self._mark_text(value.text, keep))
         if isinstance(value, Mapping):
             return {self.mark(key, keep): self.mark(item, keep) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -101,6 +106,8 @@ def _strings(value: object) -> Iterable[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
+        if isinstance(value, JsonArguments):
+            yield value.text
         for key, item in value.items():
             yield from _strings(key)
             yield from _strings(item)

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 from rimuru.base.errors import BadInputError
+from rimuru.text.arguments import JsonArguments
+from rimuru.text.call_ids import rename_call_ids
 
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
+_ASKS_FOR_NULL = re.compile(r"""content(?:['"]\])?\s+is\s+(?:not\s+)?none""", re.IGNORECASE)
+_READS_THINKING = re.compile(r"""\.thinking\b|['"]thinking['"]""")
+_ONE_OF_BOTH = re.compile(r"message\.content and message\.thinking")
 
 
 def normalise_messages(messages: object, template_source: str) -> list[dict[str, object]]:
     """Copies of OpenAI-style messages for a template. Raises BadInputError that says which message is wrong.
 
     Content that is null or absent becomes "", text parts are joined with line feeds. Empty `tool_calls` and keys that
-    are null go away; tool-call arguments given as a JSON string become the object. The role `developer` becomes
-    `system` unless the template knows it; a role outside OpenAI's must occur in the template.
+    are null go away; tool-call arguments are the object and its text at once (JsonArguments). The role `developer`
+    becomes `system` unless the template knows it; a role outside OpenAI's must occur in the template. An earlier
+    answer's reasoning is its `reasoning_content` (or `reasoning`), and `thinking` for templates that call it so. A call
+    without text has null content where the template asks for null: some know calls by that.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise BadInputError("messages must be a list with at least one message")
-    return [_normalise(message, f"messages[{i}]", template_source) for i, message in enumerate(messages)]
+    out = [_normalise(message, f"messages[{i}]", template_source) for i, message in enumerate(messages)]
+    rename_call_ids(out, template_source)
+    return out
 
 
 def _normalise(message: object, where: str, template_source: str) -> dict[str, object]:
@@ -35,7 +45,25 @@ def _normalise(message: object, where: str, template_source: str) -> dict[str, o
             out["tool_calls"] = calls
         else:
             del out["tool_calls"]
+    if out["role"] == "assistant":
+        _fit_answer(out, template_source)
     return out
+
+
+def _fit_answer(message: dict[str, object], template_source: str) -> None:
+    """Reasoning and empty content of an earlier answer as the template looks for them."""
+    if isinstance(message.get("reasoning"), str):
+        message.setdefault("reasoning_content", message["reasoning"])
+    reasoning = message.get("reasoning_content")
+    if isinstance(reasoning, str) and _READS_THINKING.search(template_source):
+        message.setdefault("thinking", reasoning)
+    if not message.get("tool_calls"):
+        return
+    if message.get("thinking") and message["content"] and _ONE_OF_BOTH.search(template_source):
+        # gpt-oss shows either before a call, on the same channel, and refuses both.
+        message["thinking"], message["content"] = f"{message['thinking']}\n\n{message['content']}", ""
+    if not message["content"] and _ASKS_FOR_NULL.search(template_source):
+        message["content"] = None
 
 
 def _role(role: object, where: str, template_source: str) -> str:
@@ -78,7 +106,7 @@ def _tool_calls(calls: object, where: str) -> list[object]:
     for i, call in enumerate(calls):
         if not isinstance(call, Mapping):
             raise BadInputError(f"{where}.tool_calls[{i}] must be an object")
-        copy = dict(call)
+        copy = {"type": "function", **call} if "function" in call else dict(call)
         function = copy.get("function")
         if isinstance(function, Mapping):
             copy["function"] = {**function, "arguments": _arguments(function.get("arguments"))}
@@ -90,10 +118,11 @@ def _tool_calls(calls: object, where: str) -> list[object]:
 
 def _arguments(arguments: object) -> object:
     if arguments is None or arguments == "":
-        return {}
+        return JsonArguments({})
     if isinstance(arguments, str):
         try:
-            return json.loads(arguments)
+            value = json.loads(arguments)
         except (ValueError, RecursionError):
             return arguments  # a model may have written broken JSON; the template shows it as it was
-    return arguments
+        return JsonArguments(value, arguments) if isinstance(value, dict) else value
+    return JsonArguments(arguments) if isinstance(arguments, Mapping) else arguments

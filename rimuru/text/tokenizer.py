@@ -200,6 +200,16 @@ class Tokenizer:
         """Whether the token gives no text in an answer."""
         return token_id in self._vocab.hidden
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Tokens that are recognised in trusted text only, shown in answers or not."""
+        return self._vocab.control
+
+    def control_id(self, text: str) -> int | None:
+        """The id of the control token with this exact text, or None."""
+        token_id = self._vocab.ids.get(text)
+        return token_id if token_id in self._vocab.control else None
+
     def special_text(self, role: str) -> str | None:
         """The text of the token with a role (bos, eos, unk, pad, ...), or None."""
         return self._vocab.text_of(role)

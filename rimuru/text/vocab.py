@@ -29,8 +29,17 @@ _GUESSED_TEXTS = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-_HARMONY_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
-"""gpt-oss marks the parts of its answer with these control tokens; the answer's reader needs to see them."""
+_MARK_TEXTS = (
+    "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>", "<think>", "</think>", "[THINK]", "[/THINK]",
+    "<tool_call>", "</tool_call>", "<tool_calls>", "</tool_calls>", "<|tool_call|>", "<|/tool_call|>",
+    "<|tool_call_start|>", "<|tool_call_end|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>",
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<minimax:tool_call>", "</minimax:tool_call>",
+    "<TOOLCALL>", "</TOOLCALL>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+)  # fmt: skip
+"""Models mark the parts of an answer with these. Where they are control tokens they are shown all the same: whoever
+reads the answer needs to see them, as in the vocabularies where they are not."""
 
 _SPECIAL_KEYS = {
     "bos": "bos_token_id", "eos": "eos_token_id", "eot": "eot_token_id", "eom": "eom_token_id",
@@ -128,7 +137,7 @@ def _classify(
 ) -> Vocab:
     ends = {special_ids[role] for role in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep") if role in special_ids}
     ends |= {ids[text] for text in _END_TEXTS if text in ids}
-    shown: set[int] = {ids[text] for text in _HARMONY_TEXTS if text in ids}
+    shown: set[int] = {ids[text] for text in _MARK_TEXTS if text in ids}
     guessed = {special_ids[role] for role in _GUESSED_TEXTS if role in special_ids}
     control = {i for i, kind in enumerate(types[: len(tokens)]) if kind in (CONTROL, UNKNOWN)} | ends | guessed
     if "<|return|>" in ids and "<|call|>" in ids and "<|end|>" in ids:
