@@ -4,8 +4,9 @@
 
 The first share must be 1.0: its time per token is the resident time. Which experts the tokens chose outside the pool is
 noted in a second run of the same requests, without graphs and off the clock; its tokens must be the same. Predicted is
-resident time + missed bytes / the link's rate. Exit status 1 where a time is over 15% above that.
---fill-on-read: missed experts stay (else every miss is read in place).
+resident time + missed bytes / the link's rate. Exit status 1 where a time is over 15% above that. "counted" is what the
+device counted in the timed run. --fill-on-read: missed experts take the places of others (else every miss is read in
+place); who is resident then differs between the runs, and what was counted counts.
 """
 
 from __future__ import annotations
@@ -71,15 +72,19 @@ def requests(llm: LLM, n_new: int, n_requests: int) -> list[tuple[list[int], Sam
     ]
 
 
-def answer(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[Sequence, float]:
-    """(the finished sequence, seconds per token after its first)."""
-    engine = llm.loaded.engine
+def answer(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[Sequence, float, float]:
+    """(the finished sequence, seconds and counted missed bytes per token after its first)."""
+    engine, store = llm.loaded.engine, llm.loaded.store
+    assert isinstance(store, DeviceExpertStore)
     sequence = engine.add(prompt, params)
     while sequence.n_output == 0:
         engine.step()
-    done, started = sequence.n_output, time.perf_counter()
+    store.catch_up()
+    n_bytes, done, started = store.counters.read_bytes, sequence.n_output, time.perf_counter()
     engine.run_until([sequence])
-    return sequence, (time.perf_counter() - started) / (sequence.n_output - done)
+    seconds, n_tokens = time.perf_counter() - started, sequence.n_output - done
+    store.catch_up()
+    return sequence, seconds / n_tokens, (store.counters.read_bytes - n_bytes) / n_tokens
 
 
 def without_graphs(llm: LLM) -> Any:
@@ -104,11 +109,13 @@ def measure(llm: LLM, n_new: int, n_requests: int, fill_on_read: bool) -> dict[s
     with without_graphs(llm):
         noted = [answer(llm, *request)[0] for request in work]
     tap.chosen = None
-    same = all(a.output_ids == b.output_ids for (a, _), b in zip(timed, noted, strict=True))
+    same = all(a.output_ids == b.output_ids for (a, _, _), b in zip(timed, noted, strict=True))
+    counted = statistics.fmean(n_bytes for _, _, n_bytes in timed)
     return {
         "resident_experts": sum(llm.memory()["resident_experts"]),
-        "ms_per_token": statistics.median(seconds for _, seconds in timed) * 1e3,
-        "missed_bytes_per_token": statistics.fmean(misses.step_bytes),
+        "ms_per_token": statistics.median(seconds for _, seconds, _ in timed) * 1e3,
+        "missed_bytes_per_token": counted if fill_on_read else statistics.fmean(misses.step_bytes),
+        "counted_bytes_per_token": counted,
         "missed_experts_per_token": statistics.fmean(misses.step_experts),
         "same_tokens": same,
         "fill_on_read": fill_on_read,
@@ -121,7 +128,7 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--shares", default="1.0,0.75,0.5,0.25", help="shares of the experts in the pool")
     parser.add_argument("--new", type=int, default=64, help="tokens of an answer")
-    parser.add_argument("--requests", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=2)
     parser.add_argument("--link-gbps", type=float, default=51.0, help="GB/s at which kernels read host memory")
     parser.add_argument("--fill-on-read", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -130,7 +137,9 @@ def main() -> int:
     if shares[0] != 1.0:
         parser.error("the first share must be 1.0")
     rows: list[dict[str, Any]] = []
-    print(f"{'in pool':>8}{'load s':>8}{'ms a token':>12}{'missed MB':>11}{'predicted ms':>14}{'over':>8}")
+    print(
+        f"{'in pool':>8}{'load s':>8}{'ms a token':>12}{'missed MB':>11}{'counted':>9}{'predicted ms':>14}{'over':>8}"
+    )
     for share in shares:
         with LLM(
             options.model, device="cuda", resident_experts=share, max_sequences=1, context=1024, prefix_cache=False,
