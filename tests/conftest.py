@@ -20,6 +20,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "search")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "slow: takes more than ten seconds")
+    config.addinivalue_line("markers", "alone: measures or fills the GPU's memory; nothing else may use it meanwhile")
 
 
 def _has_gpu() -> bool:

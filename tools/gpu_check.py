@@ -2,30 +2,34 @@
 """Everything that has to hold on a machine with a GPU, as one JSON file with card, driver, date and figures.
 
     tools/gpu_check.sh [--only tests,memcheck,racecheck,logits,kernels,bench] [--models DIR --expected DIR]
-                       [--model FILE ...] [--out tools/results/gpu_check.json]
+                       [--model FILE ...] [--jobs N] [--commit ID] [--out tools/results/gpu_check.json]
 
-tests      all tests marked `gpu`
+tests      all tests marked `gpu`, several processes side by side; then those that need the card for themselves
 memcheck, racecheck
-           compute-sanitizer over the kernel tests, a file at a time; skipped with a line where the machine refuses it
-logits     tools/logits_check.py over MODELS/NAME.gguf and EXPECTED/NAME.npz
+           compute-sanitizer over a selection of the kernel tests that reaches every family of kernels, side by side;
+           skipped with a line where the machine refuses it
+logits     tools/logits_check.py over MODELS/NAME.gguf and EXPECTED/NAME.npz, side by side
 kernels    tools/bench/kernels.py --device cuda
 bench      rimuru bench of every --model
 
-No command runs longer than --limit seconds (590). Parts of an earlier run stay in the file unless they run again, so
-that a check can be done in pieces. Exit status 1 where a part has failed.
+No part runs longer than --limit seconds (590). The file is written while the parts run: what a part has found is in it
+even where its time was up. Parts of an earlier run stay unless they run again, so that a check can be done in pieces,
+by several calls at the same time too. Exit status 1 where a part has failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,47 +37,53 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-KERNEL_TESTS = "tests/ops/test_cuda_*.py"
+from tools.gpu_runs import PYTEST, Results, end_all, pytest_row, run, sanitizer_row, shares, side_by_side  # noqa: E402
+
 SANITIZER_PROBE = "import cupy; assert int(cupy.arange(5).sum()) == 10"
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+Row = dict[str, Any]
+Save = Callable[[Row], None]
+
+SOME_TYPES = r"(q4_k|q6_k|q8_0|q5_0|mxfp4|iq2_s|f16)"
+MEMCHECK: dict[str, str] = {
+    "matmul": r"fast-linear (\w+ (127x\d+ T=(1|40)|300x512 T=130)|.*three types|.*factors|f32|\w+ constant)"
+    rf"|test_tiles\[fast-{SOME_TYPES}\]|test_every_switch_of_kernel\[fast-(2|9|17|33|65|97|129)\]"
+    r"|deterministic-linear q4_k 127x256 T=(1|40)|deterministic-(q4_k|f32)-1100-shared expert",
+    "moe": r"fast-(route|experts) (?!qwen3)|test_every_switch_of_kernel\[fast|placement_never\w+\[fast-(7|100)\]"
+    r"|deterministic-experts q4_k_m T=(9|40)",
+    "attention": r"test_attention\[(?!.*(2500|context \d\d|one block))|qkv|window|padding|pieces",
+    "recurrent": r"mixed|decode, \w+, 3/3|decode, 3 heads|padding|no_bit\[(conv of 4|delta_net of 4x24|mamba2 of 30)",
+    "pointwise": r"test_case\[(?!.*(4096|8192|64x2048))|eight_bit_form\[.*96\]|embed|take_tokens",
+    "mla": r"fast-(?!.*(T=300|128 heads|16 heads))",
+    "sampling": r"test_case\[(?!.*151936)|penalty|top_k_keeps|order_of|filters_keep|hot_draws|follow_the",
+    "runtime": r"read_pinned|graph_outlives|stage_gives",
+}
+"""What compute-sanitizer sees, by file tests/ops/test_cuda_<name>.py: every family and tensor type, edge shapes; model
+shapes take minutes under it and reach the same lines."""
+
+RACECHECK: dict[str, str] = {
+    "matmul": rf"fast-linear {SOME_TYPES} (127x\d+ T=40|300x512 T=130)|test_tiles\[fast-(q4_k|q8_0|f16)\]"
+    r"|test_every_switch_of_kernel\[fast-(4|9|33|97)\]|f32 router",
+    "moe": r"fast-route (ties|sigmoid in groups|1024)|fast-experts (q4_k_m T=(2|8|20|40|300)|q8_0 T=700|mxfp4 T=60)"
+    r"|fast-experts (three types|factors|no gate) T=|test_every_switch_of_kernel\[fast-(3|16|65)\]",
+    "attention": r"decode, (groups|window)|decode, 16 tokens a page, context 49|keys of|latent|prompt (of|pieces)"
+    r"|256 dims|mixed|qkv\[.*(head|vector)|window, sinks",
+    "recurrent": r"mixed|padding|no_bit\[(delta_net of 4x24|mamba2 of 30|mamba1 of 40)",
+    "pointwise": r"(rms_norm|add_norm|row_gate) (3x7|5x288)|gated_norm (2x256|3x90)",
+    "mla": r"fast-head_linear (q4_k|q8_0|f16) T=9",
+    "sampling": r"test_case\[(?!.*151936)|penalty|order_of",
+}
+"""Kernels that share memory within a block; one or two tensor types of each."""
 
 
-def run(command: list[str], limit_s: float) -> tuple[int, str, float]:
-    """(exit status, output, seconds) of a command in the root folder; status 124 where it ran out of time."""
-    started = time.monotonic()
-    print("$", " ".join(command), flush=True)
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
-        status, output = done.returncode, done.stdout + done.stderr
-    except subprocess.TimeoutExpired as late:
-        raw = late.stdout or b""
-        status, output = 124, raw.decode(errors="replace") if isinstance(raw, bytes) else raw
-    seconds = time.monotonic() - started
-    print("\n".join(output.splitlines()[-3:]), f"\n[{status}] {seconds:.1f} s", flush=True)
-    return status, output, round(seconds, 1)
-
-
-def pytest_row(status: int, output: str, seconds: float) -> dict[str, Any]:
-    """What a pytest run says in its last lines."""
-    row: dict[str, Any] = {"ok": status == 0, "seconds": seconds}
-    for count, what in re.findall(r"(\d+) (passed|failed|skipped|deselected|errors?)\b", output):
-        row[what] = int(count)
-    if status == 124:
-        row["note"] = "ran out of time"
-    if not row["ok"]:
-        row["failures"] = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, flags=re.M)[:50]
-    return row
-
-
-def machine() -> dict[str, Any]:
+def machine(commit: str) -> Row:
     """Card, driver and versions."""
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(0)
     status, output, _ = run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 30)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    if not commit:
+        git = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "card": properties["name"].decode(),
         "capability": f"{properties['major']}.{properties['minor']}",
@@ -82,16 +92,37 @@ def machine() -> dict[str, Any]:
         "cuda_runtime": cupy.cuda.runtime.runtimeGetVersion(),
         "cupy": cupy.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit or "unknown",
     }
 
 
-def check_tests(options: argparse.Namespace) -> dict[str, Any]:
-    return pytest_row(*run([*PYTEST, "tests"], options.limit))
+def check_tests(options: argparse.Namespace, save: Save) -> Row:
+    """Side by side where pytest-xdist is there; then, one after the other, what needs the card for itself."""
+    many = options.jobs > 1 and importlib.util.find_spec("xdist") is not None
+    workers = ["-n", str(options.jobs), "--dist", "worksteal"] if many else []
+    ended: list[tuple[int, str, float]] = []
+    for marks, more in (("gpu and not alone", workers), ("gpu and alone", [])):
+        left_s = options.limit - sum(seconds for _, _, seconds in ended)
+        command = [*PYTEST, "-m", marks, *more, "tests"]
+        ended.append(run(command, max(left_s, 20.0), lambda text: save(pytest_row([*ended, (124, text, 0.0)]))))
+    row = pytest_row(ended)
+    return {**row, "seconds": round(sum(seconds for _, _, seconds in ended), 1)}
 
 
-def check_sanitizer(options: argparse.Namespace, tool: str) -> dict[str, Any]:
-    """compute-sanitizer over each file of kernel tests; `errors` as it counts them."""
+def kernel_tests(selection: dict[str, str], wanted: str) -> list[str]:
+    """Ids of the kernel tests that a selection names; `wanted`: only files whose name holds one of these words."""
+    chosen = {name: re.compile(regex) for name, regex in selection.items()}
+    if wanted:
+        chosen = {name: regex for name, regex in chosen.items() if any(word in name for word in wanted.split(","))}
+    files = [f"tests/ops/test_cuda_{name}.py" for name in chosen]
+    listing = [*PYTEST, "--collect-only", "-qq", *files]
+    output = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    ids = re.findall(r"^(tests/ops/test_cuda_(\w+)\.py::.+)$", output, flags=re.M)
+    return [name for name, file in ids if chosen[file].search(name.split("::")[1])]
+
+
+def check_sanitizer(options: argparse.Namespace, save: Save, tool: str) -> Row:
+    """compute-sanitizer over the selection; `errors_found` as it counts them."""
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         return {"ok": True, "skipped_because": "compute-sanitizer is not installed"}
@@ -100,57 +131,52 @@ def check_sanitizer(options: argparse.Namespace, tool: str) -> dict[str, Any]:
     if status != 0:
         lines = [line.strip("= ") for line in output.splitlines() if "rror" in line or "not supported" in line]
         return {"ok": True, "skipped_because": f"the machine refuses it: {(lines or ['no reason given'])[0]}"}
-    files: dict[str, Any] = {}
-    for path in sorted(ROOT.glob(KERNEL_TESTS)):
-        if options.files and not any(part in path.name for part in options.files.split(",")):
-            continue
-        if not re.search(r"mark\.gpu", path.read_text()):
-            continue
-        # Model shapes take minutes under the sanitizer, and edge shapes reach the same lines.
-        deselected = ["-k", options.sanitizer_k] if options.sanitizer_k else []
-        status, output, seconds = run([*command, *PYTEST, *deselected, str(path.relative_to(ROOT))], options.limit)
-        row = pytest_row(status, output, seconds)
-        found = re.search(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", output)
-        row["errors_found"] = int(found[1] or found[2]) if found else None
-        files[path.name] = row
-    return {"ok": all(row["ok"] for row in files.values()), "files": files}
+    ids = kernel_tests(MEMCHECK if tool == "memcheck" else RACECHECK, options.files)
+    commands = [[*command, *PYTEST, *part] for part in shares(ids, options.jobs, together=3)]
+    counts = {"selected": len(ids), "processes": len(commands)}
+    results = side_by_side(
+        commands, options.limit, lambda texts: save(sanitizer_row([(124, text, 0.0) for text in texts]) | counts)
+    )
+    return sanitizer_row(results) | counts
 
 
-def check_logits(options: argparse.Namespace) -> dict[str, Any]:
+def check_logits(options: argparse.Namespace, save: Save) -> Row:
     if options.models is None or options.expected is None:
         return {"ok": True, "skipped_because": "no --models and --expected"}
+    names = options.names.split() or sorted(path.stem for path in options.expected.glob("*.npz"))
+    parts = shares(names, options.jobs)
+    places = ["--models", str(options.models), "--expected", str(options.expected), "--memory", "4GiB"]
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "logits.json"
-        places = ["--models", str(options.models), "--expected", str(options.expected), "--json", str(out)]
-        command = [sys.executable, "tools/logits_check.py", "--device", "cuda", *places, *options.names.split()]
-        status, output, seconds = run(command, options.limit)
-        rows = json.loads(out.read_text()) if out.exists() else []
-    last = output.strip().splitlines()[-1:] or [""]
-    return {"ok": status == 0, "seconds": seconds, "summary": last[0], "models": rows}
+        files = [Path(folder) / f"{i}.json" for i in range(len(parts))]
+
+        def row() -> Row:
+            models = [model for file in files if file.exists() for model in json.loads(file.read_text())]
+            models.sort(key=lambda model: str(model["name"]))
+            n_ok = sum(bool(model["ok"]) for model in models)
+            bad = [str(model["name"]) for model in models if not model["ok"]]
+            summary = f"{n_ok} of {len(models)} models within their bound on cuda, {len(names)} asked for"
+            return {"summary": summary, "failures": bad, "models": models}
+
+        base = [sys.executable, "tools/logits_check.py", "--device", "cuda", *places]
+        commands = [[*base, "--json", str(file), *part] for file, part in zip(files, parts, strict=True)]
+        results = side_by_side(commands, options.limit, lambda texts: save({"ok": False, **row()}))
+        ok = all(status == 0 for status, _, _ in results)
+        return {"ok": ok, "seconds": max(seconds for _, _, seconds in results), **row()}
 
 
-def check_kernels(options: argparse.Namespace) -> dict[str, Any]:
+def check_kernels(options: argparse.Namespace, save: Save) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "kernels.json"
-        command = [
-            sys.executable,
-            "tools/bench/kernels.py",
-            "--device",
-            "cuda",
-            "--seconds",
-            "0.05",
-            "--json",
-            str(out),
-        ]
-        status, _, seconds = run(command, options.limit)
-        rows = json.loads(out.read_text()) if out.exists() else []
-    return {"ok": status == 0, "seconds": seconds, "cases": rows}
+        command = [sys.executable, "tools/bench/kernels.py", "--device", "cuda", "--seconds", "0.05"]
+        status, _, seconds = run([*command, "--json", str(out)], options.limit)
+        figures = json.loads(out.read_text()) if out.exists() else {}
+    return {"ok": status == 0, "seconds": seconds, **figures}
 
 
-def check_bench(options: argparse.Namespace) -> dict[str, Any]:
+def check_bench(options: argparse.Namespace, save: Save) -> Row:
     if not options.model:
         return {"ok": True, "skipped_because": "no --model"}
-    rows: dict[str, Any] = {}
+    rows: Row = {}
     for path in options.model:
         sizes = ["--prefill", options.prefill, "--streams", options.streams]
         command = [sys.executable, "-m", "rimuru", "bench", str(path), "--device", "cuda", "--json", *sizes]
@@ -158,13 +184,14 @@ def check_bench(options: argparse.Namespace) -> dict[str, Any]:
         found = re.search(r"^\{.*^\}|^\{.*\}$", output, flags=re.S | re.M)
         figures = json.loads(found[0]) if status == 0 and found else {"error": output[-500:]}
         rows[path.name] = {"ok": status == 0, "seconds": seconds, **figures}
+        save({"ok": False, "models": rows})
     return {"ok": all(row["ok"] for row in rows.values()), "models": rows}
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[argparse.Namespace, Save], Row]] = {
     "tests": check_tests,
-    "memcheck": lambda options: check_sanitizer(options, "memcheck"),
-    "racecheck": lambda options: check_sanitizer(options, "racecheck"),
+    "memcheck": lambda options, save: check_sanitizer(options, save, "memcheck"),
+    "racecheck": lambda options, save: check_sanitizer(options, save, "racecheck"),
     "logits": check_logits,
     "kernels": check_kernels,
     "bench": check_bench,
@@ -182,15 +209,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, action="append", default=[], help="a model to benchmark; may be repeated")
     parser.add_argument("--prefill", default="512,4096", help="prompt lengths of the benchmark")
     parser.add_argument("--streams", default="1,8,32", help="streams of the benchmark")
-    parser.add_argument("--files", default="", help="parts of names of test files that the sanitizer parts take")
-    parser.add_argument("--sanitizer-k", default="not 151936 and not 4096", help="pytest -k of the sanitizer parts")
-    parser.add_argument("--limit", type=float, default=590.0, help="seconds that one command may take")
+    parser.add_argument("--files", default="", help="the sanitizer parts: only these test files (words of their names)")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--jobs", type=int, default=max(1, min(8, cores // 2)), help="processes side by side")
+    parser.add_argument("--commit", default="", help="of what is checked, where this is no git checkout")
+    parser.add_argument("--limit", type=float, default=590.0, help="seconds that one part (bench: one model) may take")
     parser.add_argument("--out", type=Path, default=ROOT / "tools/results/gpu_check.json")
     options = parser.parse_args()
     unknown = set(options.only.split(",")) - set(PARTS)
     if unknown:
         parser.error(f"there is no part {sorted(unknown)[0]!r}; choose from {', '.join(PARTS)}")
     return options
+
+
+def _end(number: int, frame: object) -> None:
+    end_all()  # the file stays as it is
+    raise SystemExit(128 + number)
 
 
 def main() -> int:
@@ -201,16 +235,19 @@ def main() -> int:
     if why_not is not None:
         print(f"no GPU to check: {why_not}", file=sys.stderr)
         return 2
-    result = json.loads(options.out.read_text()) if options.out.exists() else {"parts": {}}
-    about = machine()
-    result.update(about)
+    signal.signal(signal.SIGTERM, _end)
+    results, ok = Results(options.out, machine(options.commit)), True
     for name in options.only.split(","):
-        row = PARTS[name](options)
-        result["parts"][name] = {**row, "date": about["date"], "commit": about["commit"]}
-        print(f"{name}: {'ok' if row['ok'] else 'FAILED'} {row.get('skipped_because', '')}", flush=True)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if all(result["parts"][name]["ok"] for name in options.only.split(",")) else 1
+        row = PARTS[name](options, lambda row, name=name: results.save(name, {"unfinished": True, **row}))  # type: ignore[misc]
+        results.save(name, row)
+        counts = " ".join(f"{key} {row[key]}" for key in ("passed", "failed", "skipped", "not_run") if key in row)
+        found = f"errors {row['errors_found']}" if "errors_found" in row else row.get("summary", "")
+        verdict = "ok" if row["ok"] else "FAILED"
+        print(f"{name}: {verdict} {row.get('skipped_because', '')} {counts} {found}", flush=True)
+        for failure in row.get("failures", []):
+            print(f"    {failure}", flush=True)
+        ok = ok and bool(row["ok"])
+    return 0 if ok else 1
 
 
 if __name__ == "__main__":

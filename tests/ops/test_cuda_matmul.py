@@ -10,8 +10,8 @@ import pytest
 from cases import matmul as cases
 from cases.common import Case
 
-from rimuru.formats.quants import BY_NAME
-from rimuru.ops.cuda.matmul import MAX_GEMV_TOKENS
+from rimuru.formats.quants import BY_NAME, ENGINE_FORMATS
+from rimuru.ops.cuda.matmul import MAX_GEMV_TOKENS, takes_strips
 
 pytestmark = pytest.mark.gpu
 
@@ -67,3 +67,10 @@ def test_rows_do_not_depend_on_the_batch(ops: Any, name: str, n_out: int, finish
 @pytest.mark.parametrize("n_tokens", [1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 130])
 def test_every_switch_of_kernel(ops: Any, n_tokens: int) -> None:
     cases.linear_case(f"switch T={n_tokens}", ["q4_k", "q6_k"], [160, 70], 512, n_tokens, full=True).check(ops)
+
+
+@pytest.mark.parametrize("name", [fmt.name for fmt in ENGINE_FORMATS])
+def test_tiles(ops: Any, name: str) -> None:
+    """So many rows that 130 tokens go to the tiles, which decode weights into shared memory: every type."""
+    assert not takes_strips(130, 2761)
+    cases.linear_case(f"tiles of {name}", [name], [2761], 256, 130, full=True).check(ops)

@@ -32,8 +32,9 @@ def test_case(ops: Any, case: Case) -> None:
     case.check(ops)
 
 
-@pytest.mark.parametrize("n_tokens", [1, 2, 3, 4, 5, 8, 9, 16, 33, 64, 65, 100, 129, 130])
+@pytest.mark.parametrize("n_tokens", [1, 2, 3, 4, 5, 8, 9, 12, 13, 16, 24, 25, 33, 64, 65, 100, 129, 130, 161])
 def test_every_switch_of_kernel(ops: Any, n_tokens: int) -> None:
+    """An expert gets half as many assignments as there are tokens: dots, strips of 8, 16 and 32 tokens, two tiles."""
     formats = {"gate": "q4_k", "up": "q4_k", "down": "q6_k"}
     cases.experts_case(f"switch T={n_tokens}", formats, MoeSpec(4, 2, 256), 256, n_tokens).check(ops)
 

@@ -55,6 +55,7 @@ def test_pool_keeps_addresses_and_content(ops: Any) -> None:
     pool.close()
 
 
+@pytest.mark.alone
 def test_a_pool_that_cannot_grow_stays_as_it_was(ops: Any) -> None:
     pool = ops.reserve_pool(32 * MIB, 2 * ops.info.total_bytes)
     before = pool.mapped_bytes
