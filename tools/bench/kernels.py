@@ -101,6 +101,7 @@ class DeviceBench:
     def __init__(self, ops: Any, seconds: float) -> None:
         self.ops, self.seconds = ops, seconds
         self._inputs: dict[str, Any] = {}
+        self.paths: set[str] = set()
 
     def compile(self, cases: list[Case]) -> None:
         """Compile what all cases use at once, from a run of each in which nothing is launched."""
@@ -114,6 +115,7 @@ class DeviceBench:
                 case.run(self.ops, self._inputs[case.name])
             for kernel, shared_bytes in found.items():
                 used[kernel] = max(shared_bytes, used.get(kernel, 0))
+        self.paths = {kernel.path for kernel in used}
         self.ops.compile(list(used))
         for kernel, shared_bytes in used.items():
             kernel.load(shared_bytes)
@@ -259,8 +261,10 @@ def fastest(ops: Any, call: Callable[[], None]) -> float:
     return best
 
 
-def device_rows(ops: Any, cases: list[Case], seconds: float) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """(a row for each case, the peaks)."""
+def device_result(ops: Any, cases: list[Case], seconds: float) -> dict[str, Any]:
+    """A row for each case, the peaks, and sources of kernels that no case launches."""
+    from rimuru.ops.cuda.loader import source_root
+
     bench = DeviceBench(ops, seconds)
     top = peaks(ops)
     print(f"peaks: {top['bytes_per_s'] / 1e12:.2f} TB/s, {top['flops_per_s'] / 1e12:.0f} Tflop/s")
@@ -277,7 +281,8 @@ def device_rows(ops: Any, cases: list[Case], seconds: float) -> tuple[list[dict[
         parts = " ".join(f"{name} {us:.1f}" for name, us in row["kernels"].items())
         shares = f"{row['bandwidth_share']:7.1%} {row['flops_share']:7.1%}"
         print(f"{case.name:48s}{row['us']:10.1f} us {shares}  {parts}", flush=True)
-    return rows, top
+    sources = {path.relative_to(source_root()).as_posix() for path in source_root().glob("*/*.cu")}
+    return {"peaks": top, "cases": rows, "without_case": sorted(sources - bench.paths)}
 
 
 def host_rows(ops: Ops, cases: list[Case], seconds: float) -> list[dict[str, Any]]:
@@ -303,8 +308,9 @@ def main() -> None:
     if options.device == "cpu":
         result: dict[str, Any] = {"cases": host_rows(ops, chosen, options.seconds)}
     else:
-        rows, top = device_rows(ops, chosen, options.seconds)
-        result = {"peaks": top, "cases": rows}
+        result = device_result(ops, chosen, options.seconds)
+        if not options.filter:
+            print("kernels without a case:", ", ".join(result["without_case"]) or "none")
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
