@@ -44,6 +44,7 @@ EXPERTS = [
     *_experts("gpt-oss-20b", dict.fromkeys(_Q4_K_M, "mxfp4"), GPT_OSS_20B, 2880, 765, 1, 32, 512),
     *_experts("v2-lite", {"gate": "q4_k", "up": "q4_k", "down": "q8_0"}, V2_LITE, 2048, 396, 1, 32, 512),
     *[moe.route_case(f"qwen3-30b T={n}", moe.QWEN3_30B, n) for n in (1, 32, 512)],
+    moe.replay_case(32, 48, 8),
     *[moe.combine_case(n, 8, 2048, True, "model") for n in (1, 32, 512)],
 ]
 
