@@ -8,9 +8,10 @@
 //   missed experts, the highest score' first, meet empty places, then victims, the coldest first:
 //     by recency: the longest unused (then the lowest score'); else the lowest score', if below that of who comes
 //
-// Who gets no place is read where it lies in host memory. Every block makes the same plan from the same state and copies
+// Who gets no place is brought into a loading buffer for this layer's turn (the buffers are the same for all layers), and
+// read where it lies in host memory if there is none left. Every block makes the same plan from the same state and copies
 // its share; the last one to end writes the new state (where nobody comes, the first one does so at once). Grid: any
-// number of blocks of 256 threads (they share the copies). Moves the bytes of the missed experts that get a place.
+// number of blocks of 256 threads (they share the copies). Moves the bytes of the missed experts that are brought.
 //
 // moe_set_places (one warp): the host gives a layer's places other pages, new ones, or takes them away.
 
@@ -18,21 +19,21 @@
 #include "common/types.cuh"
 
 #define MAX_EXPERTS 1024
-#define MAX_FILLS 64
+#define MAX_COMERS 256
 #define FETCH_THREADS 256
 #define VECTORS 4  // of 16 bytes, under way at once in a thread
 #define CHUNK_BYTES (FETCH_THREADS * VECTORS * 16)
 
 enum { NOT_CONCERNED = 0, MISSED = 1, MAY_LEAVE = 2 };
-enum { BY_RECENCY = 0, MOST_FILLS = 1 };                                      // control
-enum { STEPS = 0, TOKENS = 1, ASKED = 2, HITS = 3, FILLS = 4, ARRIVALS = 7 };  // totals
+enum { BY_RECENCY = 0, MOST_FILLS = 1, MOST_BUFFERED = 2 };                                 // control
+enum { STEPS = 0, TOKENS = 1, ASKED = 2, HITS = 3, FILLS = 4, BUFFERED = 5, ARRIVALS = 7 };  // totals
 
 struct FetchPlan {
     int chosen[MAX_EXPERTS];  // assignments of each expert
     u64 keys[MAX_EXPERTS];    // order among those of the same kind
     u8 kinds[MAX_EXPERTS];
     u8 empty[MAX_EXPERTS];    // place exists and nobody holds it
-    int comers[MAX_FILLS], victims[MAX_FILLS], places[MAX_FILLS];
+    int comers[MAX_COMERS], victims[MAX_COMERS], places[MAX_COMERS];  // the first n_fills of them get a place
     int n_tokens, n_asked, n_missed, n_victims, n_empty, n_fills, is_last;
 };
 
@@ -63,10 +64,20 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
               int* __restrict__ last_used,        // [n_experts], step, 0 = never
               float* __restrict__ scores,         // [n_experts]
               int* __restrict__ counts,           // [n_experts], assignments since the start
+              int* __restrict__ buffered,         // [n_experts], 1 = the table names a loading buffer
               int* __restrict__ totals,           // [8], see above
-              const int* __restrict__ control,    // [2], see above
-              int n_tokens, int top_k, int n_experts, int n_pages, int page_bytes, float decay_tokens) {
+              const int* __restrict__ control,    // [3], see above
+              const i64* __restrict__ buffers,    // [n_buffers, buffer_pages], pages of the loading buffers
+              int n_buffers, int buffer_pages, int n_tokens, int top_k, int n_experts, int n_pages, int page_bytes, float decay_tokens) {
     __shared__ FetchPlan plan;
+    if (blockIdx.x == 0) {
+        fetch_ahead(pages, 8ll * n_experts * n_pages);
+        fetch_ahead(holders, 4ll * n_experts);
+        fetch_ahead(place_of, 4ll * n_experts);
+        fetch_ahead(scores, 4ll * n_experts);
+        fetch_ahead(last_used, 4ll * n_experts);
+        fetch_ahead(counts, 4ll * n_experts);
+    }
     follow_predecessor();
     int thread = threadIdx.x;
     for (int e = thread; e < n_experts; e += FETCH_THREADS) plan.chosen[e] = 0;
@@ -99,22 +110,24 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
         if (is_empty) atomicAdd(&plan.n_empty, 1);
     }
     __syncthreads();
-    int most = min(min(plan.n_missed, min(control[MOST_FILLS], MAX_FILLS)), plan.n_empty + plan.n_victims);
+    int most = min(min(plan.n_missed, min(control[MOST_FILLS], MAX_COMERS)), plan.n_empty + plan.n_victims);
+    int most_buffered = min(control[MOST_BUFFERED], n_buffers);
+    bool somebody_comes = plan.n_missed > 0 && most + most_buffered > 0;
     // Nobody comes: the first block counts alone, and changes nothing by which the others see that nobody comes.
-    if (most == 0 && blockIdx.x > 0) return;
-    if (most > 0) {
+    if (!somebody_comes && blockIdx.x > 0) return;
+    if (somebody_comes) {
         for (int e = thread; e < n_experts; e += FETCH_THREADS) {
             if (plan.empty[e]) {
                 int rank = 0;
                 for (int p = 0; p < e; p++) rank += plan.empty[p];
-                if (rank < MAX_FILLS) plan.places[rank] = e, plan.victims[rank] = -1;
+                if (rank < MAX_COMERS) plan.places[rank] = e, plan.victims[rank] = -1;
             }
             if (plan.kinds[e] == MISSED) {
                 int rank = rank_of(plan, e, n_experts, false);
-                if (rank < MAX_FILLS) plan.comers[rank] = e;
+                if (rank < MAX_COMERS) plan.comers[rank] = e;
             } else if (plan.kinds[e] == MAY_LEAVE) {
                 int rank = plan.n_empty + rank_of(plan, e, n_experts, true);
-                if (rank < MAX_FILLS) plan.places[rank] = place_of[e], plan.victims[rank] = e;
+                if (rank < MAX_COMERS) plan.places[rank] = place_of[e], plan.victims[rank] = e;
             }
         }
         __syncthreads();
@@ -126,10 +139,12 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
         __syncthreads();
     }
     int n_fills = plan.n_fills, page_chunks = (page_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
-    for (int c = blockIdx.x; c < n_fills * n_pages * page_chunks; c += gridDim.x) {
-        int chunk = c % page_chunks, page = c / page_chunks % n_pages, fill = c / page_chunks / n_pages;
-        const uint4* from = (const uint4*)(homes[plan.comers[fill]] + (i64)page * page_bytes);
-        uint4* to = (uint4*)pages[(i64)plan.places[fill] * n_pages + page];
+    int n_buffered = min(min(plan.n_missed, MAX_COMERS) - n_fills, most_buffered);
+    for (int c = blockIdx.x; c < (n_fills + n_buffered) * n_pages * page_chunks; c += gridDim.x) {
+        int chunk = c % page_chunks, page = c / page_chunks % n_pages, i = c / page_chunks / n_pages;
+        const uint4* from = (const uint4*)(homes[plan.comers[i]] + (i64)page * page_bytes);
+        uint4* to = (uint4*)(i < n_fills ? pages[(i64)plan.places[i] * n_pages + page]
+                                         : buffers[(i64)(i - n_fills) * buffer_pages + page]);
         int first = chunk * (CHUNK_BYTES / 16) + thread, n_vectors = page_bytes / 16;
         uint4 values[VECTORS];
 #pragma unroll
@@ -143,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
             if (at < n_vectors) to[at] = values[v];
         }
     }
-    if (most > 0) {
+    if (somebody_comes) {
         __threadfence();
         __syncthreads();
         if (thread == 0) plan.is_last = atomicInc((u32*)totals + ARRIVALS, gridDim.x - 1) == gridDim.x - 1;
@@ -161,6 +176,21 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
         if (plan.victims[fill] >= 0) place_of[plan.victims[fill]] = -1;
         place_of[plan.comers[fill]] = plan.places[fill];
         holders[plan.places[fill]] = plan.comers[fill];
+    }
+    __syncthreads();
+    // Whoever was in a buffer the last time is read at home again, unless in a place by now.
+    for (int e = thread; e < n_experts; e += FETCH_THREADS) {
+        if (!buffered[e]) continue;
+        buffered[e] = 0;
+        if (place_of[e] >= 0) continue;
+        for (int page = 0; page < n_pages; page++)
+            addresses[(i64)e * n_pages + page] = homes[e] + (i64)page * page_bytes;
+    }
+    __syncthreads();
+    for (int i = thread; i < n_buffered * n_pages; i += FETCH_THREADS) {
+        int buffer = i / n_pages, page = i % n_pages, comer = plan.comers[n_fills + buffer];
+        addresses[(i64)comer * n_pages + page] = buffers[(i64)buffer * buffer_pages + page];
+        buffered[comer] = 1;
     }
     int step = totals[STEPS] + 1;
     for (int e = thread; e < n_experts; e += FETCH_THREADS) {
@@ -180,6 +210,7 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
         totals[ASKED] = (int)((u32)totals[ASKED] + (u32)plan.n_asked);
         totals[HITS] = (int)((u32)totals[HITS] + (u32)(plan.n_asked - plan.n_missed));
         totals[FILLS] = (int)((u32)totals[FILLS] + (u32)n_fills);
+        totals[BUFFERED] = (int)((u32)totals[BUFFERED] + (u32)n_buffered);
     }
 }
 

@@ -42,7 +42,7 @@ from rimuru.engine.room import CompactingRoom, ElasticPolicy, ExpertRoom
 from rimuru.engine.runner import Runner
 from rimuru.engine.sampler import Sampler
 from rimuru.engine.scheduler import Scheduler
-from rimuru.experts.device_places import places_bytes
+from rimuru.experts.device_places import n_loading_buffers, places_bytes
 from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.hotset import find_profile
 from rimuru.experts.source import ExpertSource, GgufExpertSource, open_source
@@ -334,9 +334,13 @@ class _Builder:
             (layer.ffn.top_k for layer in self.model_config.layers if isinstance(layer.ffn, MoeSpec)), default=0
         )
         self.n_buffers = 0
-        if layout.expert is not None and resolved.device == "cpu":  # a GPU reads every expert where it lies
+        if layout.expert is not None and resolved.device == "cpu":
             self.n_buffers = buffer_experts(layout.expert, top_k, left)
         self.quotas = self._quotas(left)
+        brings = self.config.prefetch and self.config.fill_on_read
+        if layout.expert is not None and resolved.device == "cuda" and brings:
+            spare_bytes = left - self._reserved_pages() * layout.expert.page_bytes
+            self.n_buffers = n_loading_buffers(layout.expert, left, spare_bytes)
         if not resolved.memory_is_given:
             left = min(left, wanted_pool_bytes(layout, resolved.n_positions, resolved.max_sequences, self.n_buffers))
         longest = longest_request(layout, left, self._reserved_pages(), resolved.n_positions)
@@ -399,7 +403,7 @@ class _Builder:
             return DeviceExpertStore(
                 layout, self.pool, view, self.source, self.ops, copier, biases, self.quotas, room.may_grow,
                 max(0, ram_bytes(self.config) - self.snapshot_ram_bytes - self.swap_ram_bytes), n_threads,
-                self.config.residency, factors, self.config.fill_on_read,
+                self.config.residency, factors, self.config.fill_on_read, self.n_buffers,
             )  # fmt: skip
         return HostExpertStore(
             layout, self.pool, view, self.source, copier, biases, self.n_buffers, self.quotas,

@@ -17,8 +17,8 @@ class Runner:
     def __init__(
         self, model: Model, ops: Ops, sampled_ids: Array, is_watched: Callable[[], bool] = lambda: True
     ) -> None:
-        """sampled_ids: int32 [rows], where the sampler leaves a step's tokens. is_watched(): whether the next step watches
-        its experts; captured steps do or do not."""
+        """sampled_ids: int32 [rows], where the sampler leaves a step's tokens. is_watched(): whether the next step
+        watches its experts; captured steps do or do not."""
         self.model, self.ops, self.sampled_ids, self.is_watched = model, ops, sampled_ids, is_watched
 
     def run(self, batch: Batch) -> Array:

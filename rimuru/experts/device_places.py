@@ -18,22 +18,36 @@ from rimuru.ops.base import Copier, Ops
 from rimuru.ops.places import (
     BY_RECENCY,
     COMMAND_FIELDS,
+    MAX_COMERS,
     MAX_COMMANDS,
-    MAX_FILLS,
+    MOST_BUFFERED,
     MOST_FILLS,
+    N_CONTROLS,
     N_TOTALS,
     ExpertPlaces,
     LayerPlaces,
 )
 
-PLACE_BYTES = 8 + 5 * 4
+BUFFER_SHARE = 32
+"""Loading buffers take this part of the pool at most: they serve layers in which more is missed than finds a place."""
+PLACE_BYTES = 8 + 6 * 4
 """Device bytes of an expert's state, besides its table entries."""
 
 
 def places_bytes(layout: ExpertLayout) -> int:
-    """Device bytes of the arrays of DevicePlaces and of the table; for the ledger."""
+    """Device bytes of the arrays of DevicePlaces and of the table, with the most buffers; for the ledger."""
     commands = MAX_COMMANDS * (COMMAND_FIELDS + layout.max_pages) * 8
-    return 16 * layout.n_pages + PLACE_BYTES * layout.n_experts + 4 * (N_TOTALS * len(layout.layers) + 2) + commands
+    shared = 4 * (N_TOTALS * len(layout.layers) + N_CONTROLS) + 8 * MAX_COMERS * layout.max_pages
+    return 16 * layout.n_pages + PLACE_BYTES * layout.n_experts + shared + commands
+
+
+def n_loading_buffers(layout: ExpertLayout, pool_bytes: int, spare_bytes: int) -> int:
+    """Experts that loading buffers hold: those of a layer, within a small share of the pool and of what a fixed number
+    of residents leaves of it; none where the pool holds all experts."""
+    if layout.n_pages * layout.page_bytes <= pool_bytes:
+        return 0
+    affordable = min(pool_bytes // BUFFER_SHARE, spare_bytes // 4) // (layout.max_pages * layout.page_bytes)
+    return max(0, min(affordable, MAX_COMERS, max(layer.n_experts for layer in layout.layers)))
 
 
 @dataclass(slots=True)
@@ -50,7 +64,10 @@ class Heard:
 class DevicePlaces:
     """Places of all layers of one model. A place is a number below the layer's number of experts."""
 
-    def __init__(self, layout: ExpertLayout, view: ExpertView, pool: PagePool, ops: Ops, copier: Copier) -> None:
+    def __init__(
+        self, layout: ExpertLayout, view: ExpertView, pool: PagePool, ops: Ops, copier: Copier, buffers: np.ndarray
+    ) -> None:
+        """buffers: pool page ids int32 [n_buffers, most pages of an expert] of the loading buffers."""
         self.layout, self.view, self.pool, self.ops, self.copier = layout, view, pool, ops, copier
         n_experts, n_entries, n_layers = layout.n_experts, layout.n_pages, len(layout.layers)
         self.page_ids = np.full(n_entries, -1, np.int32)
@@ -68,12 +85,17 @@ class DevicePlaces:
             scores=ops.empty((n_experts,), np.float32),
             counts=self._heard_array[parts[0] : parts[1]],
             totals=self._heard_array[parts[1] :],
-            control=ops.empty((2,), np.int32),
+            buffered=ops.empty((n_experts,), np.int32),
+            control=ops.empty((N_CONTROLS,), np.int32),
+            buffers=ops.empty((max(1, len(buffers)), layout.max_pages), np.int64),
         )
+        self.n_buffers = len(buffers)
+        if self.n_buffers:
+            ops.assign(self.arrays.buffers, pool.addresses("expert", buffers))
         self.layers = [self._layer(slot) for slot in range(n_layers)]
         self._commands = ops.empty((MAX_COMMANDS, COMMAND_FIELDS + layout.max_pages), np.int64)
         self._queued: list[np.ndarray] = []
-        self._control = np.zeros(2, np.int32)
+        self._control = np.zeros(N_CONTROLS, np.int32)
         self._mailbox = copier.alloc_host(4 * (2 * n_experts + N_TOTALS * n_layers)).view(np.int32)
         self._last = np.zeros(self._mailbox.size, np.int32)
         self._marker: object = None
@@ -90,7 +112,7 @@ class DevicePlaces:
         return LayerPlaces(
             layer, self.layout.page_bytes, a.addresses[entries].reshape(shape), a.homes[rows],
             a.pages[entries].reshape(shape), a.holders[rows], a.place_of[rows], a.last_used[rows], a.scores[rows],
-            a.counts[rows], a.totals[slot * N_TOTALS : (slot + 1) * N_TOTALS], a.control,
+            a.counts[rows], a.buffered[rows], a.totals[slot * N_TOTALS : (slot + 1) * N_TOTALS], a.control, a.buffers,
         )  # fmt: skip
 
     # ---- the beginning
@@ -106,6 +128,7 @@ class DevicePlaces:
         ops.assign(a.pages, self.pool.addresses("expert", rows))
         ops.assign(a.place_of, self.holders_at_start())
         ops.assign(a.last_used, np.zeros(len(homes), np.int32))
+        ops.assign(a.buffered, np.zeros(len(homes), np.int32))
         ops.assign(a.scores, scores.astype(np.float32))
         self._last[:] = 0
         self._last[: len(homes)] = self.holders_at_start()
@@ -186,11 +209,24 @@ class DevicePlaces:
 
     def set_control(self, by_recency: bool, fills: bool) -> None:
         """Who leaves first, and whether missed experts are brought in at all."""
-        wanted = np.zeros(2, np.int32)
-        wanted[BY_RECENCY], wanted[MOST_FILLS] = by_recency, MAX_FILLS if fills else 0
+        wanted = np.zeros(N_CONTROLS, np.int32)
+        wanted[BY_RECENCY] = by_recency
+        if fills:
+            wanted[MOST_FILLS], wanted[MOST_BUFFERED] = MAX_COMERS, self.n_buffers
         if (wanted != self._control).any():
             self._control = wanted
             self.ops.assign(self.arrays.control, wanted)
+
+    def table(self) -> np.ndarray:
+        """The device's table int64 [N]; experts in loading buffers are named at home, where their next turn begins."""
+        table = self.ops.download(self.arrays.addresses).copy()
+        buffered = self.ops.download(self.arrays.buffered) != 0
+        for slot, layer in enumerate(self.layout.layers):
+            first, span = int(self.view.rows_before[slot]), self._entry_spans()[slot]
+            rows = table[span].reshape(layer.n_experts, layer.n_pages)
+            there = np.flatnonzero(buffered[first : first + layer.n_experts])
+            rows[there] = self._homes[first + there, None] + np.arange(layer.n_pages) * self.layout.page_bytes
+        return table
 
     def set_residents(self, table: np.ndarray, resident: np.ndarray) -> None:
         """Where the host decides by itself: the table int64 [N], and who is resident bool [R]."""

@@ -17,6 +17,7 @@ Either way the device counts what its tokens choose, and what of it was resident
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,6 +45,9 @@ log = logging.getLogger(__name__)
 
 N_STAGING = 16
 """Experts that are on their way from the file to the device at once."""
+
+N_TIMED = 32
+"""Experts that are copied to time the link."""
 
 REPORT_STEPS = 8
 """How often the host asks the device what was chosen and who is resident."""
@@ -74,6 +78,7 @@ class DeviceExpertStore(ResidentSet):
         residency: ResidencyPolicy = "auto",
         factors: list[dict[str, Array]] | None = None,
         fill_on_read: bool = True,
+        n_buffers: int = 0,
     ) -> None:
         super().__init__(layout, pool, view, quotas, may_grow, False, residency)
         self.source, self.ops, self.copier, self.n_threads = source, ops, copier, n_threads
@@ -82,9 +87,9 @@ class DeviceExpertStore(ResidentSet):
         self.arena = HostArena(copier.alloc_host, ram_bytes)
         self._host: dict[tuple[int, int], np.ndarray] = {}
         self._coming: dict[tuple[int, int], tuple[np.ndarray, object]] = {}
-        self.places = DevicePlaces(layout, view, pool, ops, copier)
         self.by_device = fill_on_read and self._keeps_all_at_home(ram_bytes)
         """Who decides which experts are resident."""
+        self.places = DevicePlaces(layout, view, pool, ops, copier, self._take_buffers(n_buffers))
         self._holders = np.full(layout.n_experts, -1, np.int32)
         """By the device: of each place (a layer's places begin at the row of its first expert) an expert of the layer,
         as last heard. Places that nobody holds yet have one in name, so that residents and places are as many."""
@@ -94,6 +99,7 @@ class DeviceExpertStore(ResidentSet):
         """Whether the running step counts, and brings in what it misses."""
         self._n_empty = 0
         self._n_steps = 0
+        self._clock = _StepClock()
         self._step_tokens = 1
         self._tables = [
             ExpertTable(layer, layout.page_bytes, places.addresses, biases[slot], factors[slot] if factors else {})
@@ -112,6 +118,16 @@ class DeviceExpertStore(ResidentSet):
             human_bytes(ram_bytes), human_bytes(needed),
         )  # fmt: skip
         return False
+
+    def _take_buffers(self, n_buffers: int) -> np.ndarray:
+        """Pool pages int32 [n, most pages of an expert] for experts that find no place: up to n_buffers."""
+        buffers = []
+        for _ in range(n_buffers if self.by_device else 0):
+            pages = self.pool.reserve_buffer(self.layout.max_pages)
+            if pages is None:
+                break
+            buffers.append(pages)
+        return np.array(buffers, np.int32).reshape(-1, self.layout.max_pages)
 
     def waves(self, layer_slot: int, ids: Array, positions: Array) -> Iterator[Wave]:
         """One wave: every expert can be read, wherever it lies."""
@@ -175,6 +191,22 @@ class DeviceExpertStore(ResidentSet):
         self.view.publish(None)
         self._holders[:] = self.places.holders_at_start()
         self.places.set_control(self.residency.by_recency, self.by_device)
+        self._time_link()
+
+    def _time_link(self) -> None:
+        """The link's rate: some residents are copied once more to where they lie. What a step waits for cannot hide."""
+        self.rates.exposed_share = 1.0
+        residents = [place for place in self._host if self.residency.resident[place]][:N_TIMED]
+        if not residents:
+            return
+        started = time.perf_counter()
+        for slot, expert in residents:
+            pages = self.view.pages(slot, expert)
+            assert pages is not None
+            self._copy_in(self._host[slot, expert], pages)
+        self.copier.wait()
+        n_bytes = sum(self._expert_bytes(slot) for slot, _ in residents)
+        self.rates.link_bytes_per_s = n_bytes / max(time.perf_counter() - started, 1e-9)
 
     def _expert_bytes(self, slot: int) -> int:
         return self.layout.layers[slot].n_pages * self.layout.page_bytes
@@ -280,6 +312,7 @@ class DeviceExpertStore(ResidentSet):
     # ---- state
     def begin_step(self) -> None:
         """A new step starts: what was heard is noted, and what changed goes to the device."""
+        self._clock.tick()
         heard = self.places.hear()
         if heard is not None:
             self._note(heard)
@@ -297,8 +330,9 @@ class DeviceExpertStore(ResidentSet):
             self.places.ask()
 
     def catch_up(self) -> None:
-        """Wait for the steps so far, and note everything they chose."""
+        """Wait for the steps so far, and note everything they chose. Nothing runs now."""
         self._note(self.places.hear_now())
+        self._clock.stop()
 
     def _note(self, heard: Heard) -> None:
         """Counters, warmth, and who is resident, from a report."""
@@ -312,12 +346,21 @@ class DeviceExpertStore(ResidentSet):
         counters.read_bytes += int((missed * useful).sum())
         n_steps = int(totals[:, STEPS].max())
         if n_steps:
-            self._step_tokens = int(min(max(1, totals[:, TOKENS].max() // n_steps), MOST_COUNTED_TOKENS))
+            n_tokens = int(totals[:, TOKENS].max()) // n_steps
+            self._step_tokens = min(max(1, n_tokens), MOST_COUNTED_TOKENS)
+            self._observe(n_tokens, int((missed * useful).sum()) // n_steps)
         counts = np.zeros(self.residency.scores.shape, np.int64)
         counts.reshape(-1)[self._cells] = heard.new_counts
         self.residency.touch_all(counts)
         if self.by_device:
             self._take_over(np.where(heard.is_known, heard.holders, -1))
+
+    def _observe(self, n_tokens: int, link_bytes: int) -> None:
+        """What the steps since the last report took, on average: they wait for all that comes over the link."""
+        step_s = self._clock.mean_s()
+        if step_s > 0.0:
+            link_s = link_bytes / self.rates.link_bytes_per_s
+            self.rates.observe(max(1, n_tokens), step_s, min(link_s, step_s), link_bytes, link_s)
 
     def _take_over(self, holders: np.ndarray) -> None:
         """The device's holders are the residents; places without one keep one in name whom no other place has."""
@@ -367,7 +410,7 @@ class DeviceExpertStore(ResidentSet):
         heard = self.places.hear_now()
         self._note(heard)
         self.places.update_view(heard.holders)
-        if (self.ops.download(self.places.arrays.addresses) != self.view.table.values).any():
+        if (self.places.table() != self.view.table.values).any():
             raise AuditError("the device reads an expert elsewhere than the host thinks")
         n_pages = int((self.residency.resident.sum(axis=1) * self.residency.n_pages).sum())
         lent = self.pool.stats()["views"]["expert"]["pages"]
@@ -376,6 +419,31 @@ class DeviceExpertStore(ResidentSet):
                 f"{int((self._holders >= 0).sum())} places, {self.residency.n_resident} residents with {n_pages} "
                 f"pages, {self._n_loading_pages} being filled: the pool lent {lent} to experts"
             )
+
+
+class _StepClock:
+    """Mean time from one step's start to the next one's, pauses left out."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._sum_s, self._n = 0.0, 0
+
+    def tick(self) -> None:
+        """A step starts."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self._sum_s, self._n = self._sum_s + now - self._last, self._n + 1
+        self._last = now
+
+    def stop(self) -> None:
+        """Nothing runs until the next step."""
+        self._last = None
+
+    def mean_s(self) -> float:
+        """Since the last call; 0 where no step has followed another."""
+        mean = self._sum_s / self._n if self._n else 0.0
+        self._sum_s, self._n = 0.0, 0
+        return mean
 
 
 class _Staging:

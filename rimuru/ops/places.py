@@ -1,7 +1,8 @@
-"""Places: page sets of a layer that a device hands out among the layer's experts by itself (cuda_src/moe/residency.cu).
+"""Places and loading buffers: page sets that a device hands out among experts by itself (cuda_src/moe/residency.cu).
 
     host   decides how many places a layer has, and which pages they are
-    device decides who holds them: after each router, missed experts are brought into places
+    device decides who holds them: after each router, missed experts are brought into places, and those that find none
+           into loading buffers for the layer's turn
 
 All arrays are the backend's, at fixed addresses. Experts of all layers are numbered through (ExpertView.row); table
 entries follow each other as in ExpertView.
@@ -15,13 +16,15 @@ from rimuru.memory.specs import ExpertLayerLayout
 from rimuru.ops.base import Array
 
 N_TOTALS = 8
-STEPS, TOKENS, ASKED, HITS, FILLS = range(5)
+STEPS, TOKENS, ASKED, HITS, FILLS, BUFFERED = range(6)
 """Fields of `totals`, since the start, modulo 2^32: calls, tokens, distinct experts asked for in each call, those of
-them that were in a place, and those that were brought into one."""
-BY_RECENCY, MOST_FILLS = range(2)
+them that were in a place, that were brought into one, and into a buffer."""
+N_CONTROLS = 3
+BY_RECENCY, MOST_FILLS, MOST_BUFFERED = range(N_CONTROLS)
 """Fields of `control`: whether the longest unused leaves first (else the lowest score, if below the comer's), and most
-experts that a layer brings in a step."""
-MAX_FILLS = 64
+experts that a layer brings into places and into buffers in a step."""
+MAX_COMERS = 256
+"""Experts that a layer brings in at once at most."""
 MAX_COMMANDS = 64
 """Commands of one `set_places`."""
 COMMAND_FIELDS = 4
@@ -44,8 +47,10 @@ class LayerPlaces:
     last_used: Array  # int32 [n_experts]
     scores: Array  # float32 [n_experts]
     counts: Array  # int32 [n_experts]
+    buffered: Array  # int32 [n_experts]
     totals: Array  # int32 [N_TOTALS]
-    control: Array  # int32 [2], the same for all layers
+    control: Array  # int32 [N_CONTROLS], the same for all layers
+    buffers: Array  # int64 [n_buffers, most pages of an expert], the same for all layers
 
 
 @dataclass(slots=True)
@@ -61,5 +66,7 @@ class ExpertPlaces:
     last_used: Array  # int32 [R]: call in which the expert was last chosen, 0 = never
     scores: Array  # float32 [R]: decayed counts
     counts: Array  # int32 [R]: assignments since the start, modulo 2^32
+    buffered: Array  # int32 [R]: 1 = the table names a loading buffer
     totals: Array  # int32 [layers * N_TOTALS]
-    control: Array  # int32 [2]
+    control: Array  # int32 [N_CONTROLS]
+    buffers: Array  # int64 [n_buffers, most pages of an expert]: pages of the loading buffers

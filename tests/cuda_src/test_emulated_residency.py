@@ -18,7 +18,7 @@ import nvrtc
 from rimuru.memory.specs import ExpertLayerLayout
 from rimuru.ops.cuda import residency
 from rimuru.ops.cuda.launch import Kernel
-from rimuru.ops.places import ASKED, FILLS, HITS, MAX_COMMANDS, N_TOTALS, STEPS, ExpertPlaces, LayerPlaces
+from rimuru.ops.places import ASKED, BUFFERED, FILLS, HITS, MAX_COMMANDS, N_TOTALS, STEPS, ExpertPlaces, LayerPlaces
 from rimuru.ops.reference import residency as twin
 
 PAGE_BYTES = 4096 + 16
@@ -44,12 +44,15 @@ def on_the_host(emulator: emulate.Emulator, monkeypatch: pytest.MonkeyPatch) -> 
 class World:
     """One layer of experts with their homes, and a pool of places, in RAM."""
 
-    def __init__(self, n_experts: int, n_places: int, n_held: int, by_recency: bool, most_fills: int) -> None:
+    def __init__(
+        self, n_experts: int, n_places: int, n_held: int, by_recency: bool, most_fills: int, n_buffers: int = 0
+    ) -> None:
         rng = np.random.default_rng(n_experts * 7 + n_places)
         self.store = emulate.upload(rng.integers(0, 255, n_experts * N_PAGES * PAGE_BYTES, np.uint8))
         self.pool = emulate.upload(np.full(n_experts * N_PAGES * PAGE_BYTES, 0xEE, np.uint8))
         expert_bytes = N_PAGES * PAGE_BYTES
         homes = self.store.ctypes.data + np.arange(n_experts, dtype=np.int64) * expert_bytes
+        self.buffers = emulate.upload(np.full(max(1, n_buffers) * (N_PAGES + 1) * PAGE_BYTES, 0xDD, np.uint8))
         order = rng.permutation(n_experts * N_PAGES)  # pages of a place lie anywhere
         at = self.pool.ctypes.data + order.astype(np.int64).reshape(n_experts, N_PAGES) * PAGE_BYTES
         self.all_pages = at.copy()
@@ -64,8 +67,10 @@ class World:
         self.layer = LayerPlaces(
             ExpertLayerLayout(0, n_experts, N_PAGES, ()), PAGE_BYTES, addresses.astype(np.int64), homes, pages,
             holders, place_of, np.zeros(n_experts, np.int32), np.zeros(n_experts, np.float32),
-            np.zeros(n_experts, np.int32), np.zeros(N_TOTALS, np.int32),
-            np.array([by_recency, most_fills], np.int32),
+            np.zeros(n_experts, np.int32), np.zeros(n_experts, np.int32), np.zeros(N_TOTALS, np.int32),
+            np.array([by_recency, most_fills, n_buffers], np.int32),
+            self.buffers.ctypes.data + np.arange(max(1, n_buffers) * (N_PAGES + 1), dtype=np.int64)
+            .reshape(-1, N_PAGES + 1) * PAGE_BYTES,
         )  # fmt: skip
 
     def page(self, expert: int, j: int) -> np.ndarray:
@@ -76,7 +81,8 @@ class World:
         layer = self.layer
         return ExpertPlaces(
             PAGE_BYTES, layer.addresses.reshape(-1), layer.homes, layer.pages.reshape(-1), layer.holders,
-            layer.place_of, layer.last_used, layer.scores, layer.counts, layer.totals, layer.control,
+            layer.place_of, layer.last_used, layer.scores, layer.counts, layer.buffered, layer.totals, layer.control,
+            layer.buffers,
         )  # fmt: skip
 
     def check(self) -> None:
@@ -95,7 +101,7 @@ class World:
 
 def same_state(a: World, b: World) -> None:
     for field in fields(LayerPlaces):
-        if field.name in ("layout", "page_bytes", "addresses", "homes", "pages", "control"):
+        if field.name in ("layout", "page_bytes", "addresses", "homes", "pages", "control", "buffers"):
             continue
         assert np.allclose(getattr(a.layer, field.name), getattr(b.layer, field.name), rtol=1e-6), field.name
     assert np.array_equal(a.layer.pages != 0, b.layer.pages != 0)
@@ -103,14 +109,15 @@ def same_state(a: World, b: World) -> None:
 
 CASES = [
     (16, 8, 8, True, 64), (16, 8, 5, False, 64), (300, 40, 40, True, 3), (60, 0, 0, True, 64), (40, 20, 20, False, 0),
-    (70, 70, 60, False, 64), (200, 120, 100, True, 64),
+    (70, 70, 60, False, 64), (200, 120, 100, True, 64), (60, 0, 0, True, 64, 8), (40, 20, 20, False, 64, 40),
+    (300, 40, 40, True, 3, 300), (40, 20, 20, True, 0, 5),
 ]  # fmt: skip
-"""(experts, places, of these held, by recency, most fills)."""
+"""(experts, places, of these held, by recency, most fills, loading buffers)."""
 
 
 @needs_compiler
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_step_is_the_twins(case: tuple[int, int, int, bool, int]) -> None:
+def test_the_step_is_the_twins(case: tuple[Any, ...]) -> None:
     ours, theirs = World(*case), World(*case)
     rng = np.random.default_rng(5)
     n_experts = case[0]
@@ -128,9 +135,10 @@ def test_the_step_is_the_twins(case: tuple[int, int, int, bool, int]) -> None:
         same_state(ours, theirs)
         ours.check()
         theirs.check()
-        assert ours.layer.totals[STEPS] == step + 1 and (ours.layer.totals[5:] == 0).all()
+        assert ours.layer.totals[STEPS] == step + 1 and (ours.layer.totals[6:] == 0).all()
     totals = ours.layer.totals
     assert totals[HITS] <= totals[ASKED] and (totals[FILLS] > 0) == (case[1] > 0 and case[4] > 0)
+    assert (totals[BUFFERED] > 0) == (len(case) > 5)
 
 
 @needs_compiler

@@ -53,6 +53,7 @@ def ram_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return DeviceExpertStore(
             layout, self.pool, ExpertView(self.pool), source, self.ops, self.ops.copier(), biases, self.quotas,
             room.may_grow, limit[0], 2, self.config.residency, factors, self.config.fill_on_read,
+            self.n_buffers if self.config.prefetch else 0,
         )  # fmt: skip
 
     monkeypatch.setattr(build._Builder, "_make_store", make)
@@ -74,6 +75,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "paper": {"policy": "paper"},
     "a fifth, hot set": {"resident_experts": 0.2, "residency": "hotset"},
     "a fifth, recency": {"resident_experts": 0.2, "residency": "recency"},
+    "a fifth, no loading buffers": {"resident_experts": 0.2, "prefetch": False},
     "none": {"resident_experts": 0},
     "paper, no fill on read": {"policy": "paper", "fill_on_read": False},
     "no room at home": {"policy": "paper"},

@@ -8,12 +8,14 @@ from rimuru.ops.base import Array
 from rimuru.ops.host import bytes_at
 from rimuru.ops.places import (
     ASKED,
+    BUFFERED,
     BY_RECENCY,
     COMMAND_FIELDS,
     DECAY_TOKENS,
     FILLS,
     HITS,
-    MAX_FILLS,
+    MAX_COMERS,
+    MOST_BUFFERED,
     MOST_FILLS,
     STEPS,
     TOKENS,
@@ -40,24 +42,40 @@ def fetch_experts(ids: Array, positions: Array, places: LayerPlaces) -> None:
     empty = np.flatnonzero((places.pages[:, 0] != 0) & (places.holders < 0))
     targets = [(int(place), -1) for place in empty] + [(int(places.place_of[v]), int(v)) for v in leaving]
     n_fills = 0
-    for comer, (place, victim) in zip(missed[: min(int(places.control[MOST_FILLS]), MAX_FILLS)], targets, strict=False):
+    own_pages = np.arange(places.layout.n_pages) * page_bytes
+    for e in np.flatnonzero(places.buffered):
+        if places.place_of[e] < 0:
+            places.addresses[e] = places.homes[e] + own_pages
+    places.buffered[:] = 0
+    missed = missed[:MAX_COMERS]
+    for comer, (place, victim) in zip(missed[: int(places.control[MOST_FILLS])], targets, strict=False):
         if victim >= 0 and not places.control[BY_RECENCY] and not scores[victim] < scores[comer]:
             break
-        for j, page in enumerate(places.pages[place]):
-            bytes_at(int(page), page_bytes)[:] = bytes_at(int(places.homes[comer]) + j * page_bytes, page_bytes)
+        _bring(places, int(comer), places.pages[place])
         if victim >= 0:
-            places.addresses[victim] = places.homes[victim] + np.arange(places.layout.n_pages) * page_bytes
+            places.addresses[victim] = places.homes[victim] + own_pages
             places.place_of[victim] = -1
-        places.addresses[comer] = places.pages[place]
         places.place_of[comer], places.holders[place] = place, comer
         n_fills += 1
+    buffers = places.buffers[: int(places.control[MOST_BUFFERED]), : places.layout.n_pages]
+    n_buffered = min(len(missed) - n_fills, len(buffers))
+    for comer, pages in zip(missed[n_fills : n_fills + n_buffered], buffers, strict=False):
+        _bring(places, int(comer), pages)
+        places.buffered[comer] = 1
     places.scores[...] = scores
     places.last_used[chosen > 0] = places.totals[STEPS] + 1
     places.counts += chosen.astype(np.int32)
     ids[positions < 0] = -1
-    n_asked = int((chosen > 0).sum())
-    for field, n in ((STEPS, 1), (TOKENS, n_tokens), (ASKED, n_asked), (HITS, n_asked - len(missed)), (FILLS, n_fills)):
-        places.totals[field] += n
+    n_asked, n_hits = int((chosen > 0).sum()), int(((chosen > 0) & resident).sum())
+    places.totals[[STEPS, TOKENS, ASKED, HITS, FILLS, BUFFERED]] += 1, n_tokens, n_asked, n_hits, n_fills, n_buffered
+
+
+def _bring(places: LayerPlaces, expert: int, pages: Array) -> None:
+    """Copy an expert from its home to these pages, and read it there."""
+    home, page_bytes = int(places.homes[expert]), places.page_bytes
+    for j, page in enumerate(pages.tolist()):
+        bytes_at(page, page_bytes)[:] = bytes_at(home + j * page_bytes, page_bytes)
+    places.addresses[expert] = pages
 
 
 def set_places(commands: Array, n_commands: int, places: ExpertPlaces) -> None:
