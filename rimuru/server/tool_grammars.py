@@ -189,23 +189,23 @@ def _python_rules(fmt: ToolFormat, functions: Functions, literal: Literal, paral
         properties, required = _properties(function)
         for j, (name, schema) in enumerate(properties.items()):
             lines.append(f"k{i}_{j}: {literal(name + '=')} v{i}_{j}\nv{i}_{j}: %json {_value_schema(schema)}")
-        needed = [f"k{i}_{j}" for j, name in enumerate(properties) if name in required]
-        others = [f"k{i}_{j}" for j, name in enumerate(properties) if name not in required]
-        lines.append(f"c{i}: {literal(str(function['name']) + '(')} {_comma_list(needed, others)} {literal(')')}")
+        keys = [(f"k{i}_{j}", name in required) for j, name in enumerate(properties)]
+        lines.append(f"c{i}: {literal(str(function['name']) + '(')} {_comma_list(keys)} {literal(')')}")
     names = " | ".join(f"c{i}" for i in range(len(functions)))
     more = ' (", " call)*' if parallel else ""
     head = f'answer: {literal(fmt.opens[0])} "[" call{more} "]" {literal(fmt.close)}'
     return "\n".join([head, f"call: {names}", *lines])
 
 
-def _comma_list(needed: list[str], others: list[str]) -> str:
-    """All of the needed, then any of the others in their order, with commas between."""
-    comma = ' ", " '
-    rest = [f'(", " {other})?' for other in others]
-    if needed:
-        return " ".join([comma.join(needed), *rest])
-    options = [" ".join([other, *rest[i + 1 :]]) for i, other in enumerate(others)]
-    return f"({' | '.join(options)})?" if options else ""
+def _comma_list(rules: Sequence[tuple[str, bool]]) -> str:
+    """Rules with commas between, in their order; those that are not needed (False) may be left out."""
+    rest = [f'(", " {rule})' + "?" * (not needed) for rule, needed in rules]
+    firsts = []
+    for i, (rule, needed) in enumerate(rules):
+        firsts.append(" ".join([rule, *rest[i + 1 :]]))
+        if needed:
+            return f"({' | '.join(firsts)})"
+    return f"({' | '.join(firsts)})?" if firsts else ""
 
 
 _RULES: Mapping[str, Callable[[ToolFormat, Functions, Literal, bool], str]] = {
