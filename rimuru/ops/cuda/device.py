@@ -11,6 +11,7 @@ import logging
 import mmap
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ MIN_MEMORY_BYTES = 4 * GIB
 _SLOTS = 4
 _MAX_VIEWS = 1024
 _HUGE_PAGE_BYTES = 2 * MIB
+_LARGE_BYTES = 64 * MIB
+_TOUCHING_THREADS = 8
 _HOST_ALLOC_FLAGS = 1 | 2  # cudaHostAllocPortable | cudaHostAllocMapped
 _CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
@@ -115,6 +118,7 @@ class PinnedMemory:
             if host_pointers:
                 self._memory: Any = _anonymous_memory(size)
                 self._bytes = np.frombuffer(self._memory, np.uint8)
+                _touch(self._bytes)
                 self._runtime.hostRegister(int(self._bytes.ctypes.data), size, _HOST_ALLOC_FLAGS)
                 self._registered = int(self._bytes.ctypes.data)
             else:
@@ -147,6 +151,18 @@ def _anonymous_memory(size: int) -> mmap.mmap:
             with contextlib.suppress(OSError, AttributeError):  # advice: nothing depends on it
                 memory.madvise(getattr(mmap, advice))
     return memory
+
+
+def _touch(memory: np.ndarray) -> None:
+    """Give large memory its pages, by several threads: pinning would do it with one."""
+    if memory.nbytes < _LARGE_BYTES:
+        return
+
+    def touch(part: np.ndarray) -> None:
+        part[:: mmap.PAGESIZE] = 0
+
+    with ThreadPoolExecutor(_TOUCHING_THREADS, thread_name_prefix="rimuru-touch") as threads:
+        list(threads.map(touch, np.array_split(memory, _TOUCHING_THREADS)))
 
 
 def _unpin(runtime: Any, registered: int, allocated: int) -> None:
