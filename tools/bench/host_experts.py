@@ -123,6 +123,17 @@ def measure(llm: LLM, n_new: int, n_requests: int, fill_on_read: bool) -> dict[s
     }
 
 
+class Stages:
+    """Seconds since the start at which each stage of loading was first and last heard of."""
+
+    def __init__(self) -> None:
+        self._started, self.seconds = time.perf_counter(), dict[str, list[float]]()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.perf_counter() - self._started
+        self.seconds.setdefault(stage, [now, now])[1] = now
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", type=Path)
@@ -141,13 +152,14 @@ def main() -> int:
         f"{'in pool':>8}{'load s':>8}{'ms a token':>12}{'missed MB':>11}{'counted':>9}{'predicted ms':>14}{'over':>8}"
     )
     for share in shares:
+        stages = Stages()
         with LLM(
             options.model, device="cuda", resident_experts=share, max_sequences=1, context=1024, prefix_cache=False,
-            fill_on_read=options.fill_on_read,
+            fill_on_read=options.fill_on_read, progress=stages,
         ) as llm:  # fmt: skip
             row = measure(llm, options.new, options.requests, options.fill_on_read)
         resident_ms = row["ms_per_token"] if not rows else rows[0]["ms_per_token"]
-        row["share"] = share
+        row["share"], row["load_stages_s"] = share, stages.seconds
         row["predicted_ms"] = resident_ms + row["missed_bytes_per_token"] / options.link_gbps / 1e6
         row["over"] = row["ms_per_token"] / row["predicted_ms"] - 1
         rows.append(row)
