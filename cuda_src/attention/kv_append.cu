@@ -71,6 +71,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                 const int* __restrict__ pages,         // [S, n_blocks]
                 long long page_bytes, int n_blocks, int page_tokens, int n_head, int n_head_kv, int q_stride,
                 int key_dim, int value_dim, int q_norm_dim, int k_norm_dim, int n_rot, int rope_first, float eps) {
+    if (NORM_KIND && blockIdx.x == 0 && blockIdx.y == 0) {
+        if (q_norm) fetch_ahead(q_norm, 4ll * q_norm_dim);
+        if (k_norm) fetch_ahead(k_norm, 4ll * k_norm_dim);
+    }
     follow_predecessor();
     __shared__ float heads[WARPS][MAX_DIM];
     __shared__ float partial[32];

@@ -9,6 +9,7 @@
 // row n of an expert at (first_page + expert * rows_per_page + n) * row_bytes behind `addresses` itself.
 #pragma once
 
+#include "common/follow.cuh"
 #include "common/types.cuh"
 
 struct Projection {
@@ -26,6 +27,13 @@ __device__ __forceinline__ const u8* expert_row(const Projection& p, int expert,
     int page = n / p.rows_per_page;
     i64 base = __ldg(p.addresses + (i64)expert * p.n_pages + p.first_page + page);
     return (const u8*)base + (i64)(n - page * p.rows_per_page) * p.row_bytes;
+#endif
+}
+
+// The table on its way to the second-level cache, see common/follow.cuh.
+__device__ __forceinline__ void fetch_table_ahead(const i64* addresses, int n_experts, int n_pages) {
+#if !CONTIGUOUS_EXPERTS
+    if (blockIdx.x == 0 && blockIdx.y == 0) fetch_ahead(addresses, (i64)sizeof(i64) * n_experts * n_pages);
 #endif
 }
 

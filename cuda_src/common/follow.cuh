@@ -12,8 +12,9 @@ __device__ __forceinline__ void follow_predecessor() {
 #endif
 }
 
-// Asks for n_bytes of weights to come to the second-level cache, by all threads of a block together: called before
-// follow_predecessor(), so that they come while the kernel before still works. Only for a grid that is resident at once.
+// Asks for n_bytes to come to the second-level cache, by all threads of a block together: called before
+// follow_predecessor(), so that they come while the kernel before still works. Nothing is read, so it does not matter who
+// still writes there. Not for host memory, which that cache may not keep.
 __device__ __forceinline__ void fetch_ahead(const void* from, long long n_bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     for (long long at = 128 * threadIdx.x; at < n_bytes; at += 128 * blockDim.x)

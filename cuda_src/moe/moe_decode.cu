@@ -49,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
                 float* __restrict__ hidden,             // [T * top_k, n_hidden]
                 ACT_PARAMETERS,                         // its 8-bit form
                 int n_hidden, int activation) {
+    fetch_table_ahead(addresses, n_experts, n_pages);
     follow_predecessor();
     __shared__ HiddenSums sums;
     Item item;

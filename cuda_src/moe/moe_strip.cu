@@ -26,6 +26,7 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
                       const float* __restrict__ up_bias,     // [n_experts, n_hidden], or null
                       float* __restrict__ hidden,            // [T * top_k, n_hidden]
                       int n_hidden, int activation) {
+    fetch_table_ahead(addresses, n_experts, n_pages);
     follow_predecessor();
     extern __shared__ __align__(16) __half shared[];
     Item item;

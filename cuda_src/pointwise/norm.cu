@@ -60,6 +60,7 @@ extern "C" __global__ void rms_norm(const float* __restrict__ x,       // [T, wi
                                     __half* __restrict__ halves,       // [T, width], or null; width a multiple of 4
                                     float* __restrict__ half_scales,   // [T]
                                     int width, float eps) {
+    if (blockIdx.x == 0) fetch_ahead(weight, 4ll * width);
     follow_predecessor();
     __shared__ float partial[32];
     long long row = blockIdx.x;
@@ -79,6 +80,7 @@ extern "C" __global__ void add_norm(float* __restrict__ x,             // [T, wi
                                     const float* __restrict__ delta,   // [T, width]
                                     const float* __restrict__ weight,  // [width]
                                     int width, float eps, float scale) {
+    if (blockIdx.x == 0) fetch_ahead(weight, 4ll * width);
     follow_predecessor();
     __shared__ float partial[32];
     long long row = blockIdx.x;
