@@ -137,7 +137,7 @@ class DevicePlaces:
 
     def holders_at_start(self) -> np.ndarray:
         """int32 [R], as in Heard, before any step."""
-        return np.where(self._first_ids() >= 0, self._numbers(), -1)
+        return np.where(self._first_ids() >= 0, self._numbers(), -1).astype(np.int32)
 
     def _numbers(self) -> np.ndarray:
         """Number within its layer of each of the R experts, int32."""

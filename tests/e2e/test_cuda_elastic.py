@@ -1,0 +1,152 @@
+"""Experts that change places on the device, in a whole engine on a GPU: answers stay, counts are true, tables agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rimuru import LLM, SamplingParams
+from rimuru.experts.device_store import DeviceExpertStore
+from tools.make_random_gguf import write_random_model
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+PROMPTS = [[1 + i, 7, 30 + i, 99, 5, 12 + i, 3] * (1 + i % 4) for i in range(8)]
+SWITCHES: dict[str, dict[str, object]] = {
+    "recency": {"residency": "recency"},
+    "hot set": {"residency": "hotset"},
+    "no loading buffers": {"residency": "recency", "prefetch": False},
+    "no fill on read": {"fill_on_read": False},
+    "little RAM": {"ram": "200MB"},
+}
+
+
+@pytest.fixture(scope="module", params=["qwen3moe", "qwen35moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("elastic") / f"{request.param}.gguf"
+    write_random_model(path, arch=request.param, quant="q4_k", seed=3, context_length=1024)
+    return path
+
+
+@pytest.fixture(scope="module")
+def answers(model: Path) -> list[list[int]]:
+    with open_model(model, resident_experts=1.0) as llm:
+        return [a.token_ids for a in llm.generate(PROMPTS, GREEDY)]
+
+
+def open_model(model: Path, **options: object) -> LLM:
+    return LLM(
+        model, device="cuda", max_sequences=8, max_step_tokens=128, deterministic=True, prefix_cache=False,
+        **{"memory": "1GiB", **options},
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def store_of(llm: LLM) -> DeviceExpertStore:
+    store = llm.loaded.store
+    assert isinstance(store, DeviceExpertStore)
+    return store
+
+
+@pytest.mark.parametrize("switches", SWITCHES)
+@pytest.mark.parametrize("resident", [0.4, 0])
+def test_who_is_resident_never_changes_a_bit(model: Path, switches: str, resident: float) -> None:
+    tokens = np.random.default_rng(0).integers(0, 200, 96).tolist()
+    with open_model(model, resident_experts=1.0) as llm:
+        expected = [llm.logits(tokens, chunk=chunk) for chunk in (1, 96)]
+    with open_model(model, resident_experts=resident, **SWITCHES[switches]) as llm:
+        for chunk, wanted in zip((1, 96, 1), (*expected, expected[0]), strict=True):
+            assert np.array_equal(llm.logits(tokens, chunk=chunk), wanted)
+        llm.loaded.engine.audit()
+        store = store_of(llm)
+        assert (store.counters.n_filled > 0) == (store.by_device and resident > 0)
+
+
+@pytest.mark.parametrize("switches", SWITCHES)
+def test_batches_of_graphs_answer_alike(model: Path, switches: str, answers: list[list[int]]) -> None:
+    with open_model(model, resident_experts=0.4, **SWITCHES[switches]) as llm:
+        for _ in range(2):
+            assert [a.token_ids for a in llm.generate(PROMPTS, GREEDY)] == answers
+            llm.loaded.engine.audit()
+        assert llm.loaded.ops.graphs.n_graphs > 0
+
+
+@pytest.mark.parametrize("poison", ["0", "1"])
+def test_places_come_go_and_move_while_graphs_run(
+    model: Path, answers: list[list[int]], poison: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RIMURU_POISON", poison)
+    with open_model(model) as llm:
+        store, engine, rng = store_of(llm), llm.loaded.engine, np.random.default_rng(1)
+        assert store.by_device
+        for _ in range(2):
+            sequences, step = [engine.add(p, GREEDY) for p in PROMPTS], 0
+            while not all(s.is_finished for s in sequences):
+                engine.step()
+                step += 1
+                store.shrink(int(rng.integers(0, 12)))
+                if step % 2:
+                    store.expand(int(rng.integers(0, 14)))
+                if step % 5 == 0:
+                    llm.resize(int(rng.integers(600, 1000)) << 20)
+                if step % 4 == 0:
+                    engine.audit()
+            assert [s.output_ids for s in sequences] == answers
+            engine.audit()
+        assert store.counters.n_filled > 0
+
+
+def test_the_device_counts_what_was_chosen(model: Path) -> None:
+    """Against the ids that the layers use, step by step; and a graph's steps count like others."""
+    tokens = np.random.default_rng(2).integers(0, 200, 40).tolist()
+    with open_model(model, resident_experts=0.5) as llm:
+        store, ops = store_of(llm), llm.loaded.ops
+        chosen = np.zeros_like(store.residency.n_chosen)
+        n_asked = 0
+
+        def note(slot: int, ids: object) -> None:
+            nonlocal n_asked
+            found, n = np.unique(ops.download(ids), return_counts=True)
+            chosen[slot, found] += n
+            n_asked += len(found)
+
+        before, asked_before = store.residency.n_chosen.copy(), store.counters.n_asked
+        llm.loaded.engine.runner.model.tap.chosen = note
+        for chunk in (1, 7, 40):
+            llm.logits(tokens, chunk=chunk)
+        llm.loaded.engine.runner.model.tap.chosen = None
+        assert np.array_equal(store.residency.n_chosen - before, chosen)
+        assert store.counters.n_asked - asked_before == n_asked
+        before_all = store.residency.n_chosen.sum()
+        llm.generate([PROMPTS[0]], GREEDY)
+        per_token = int(chosen.sum()) // (3 * len(tokens))
+        n_tokens = (store.residency.n_chosen.sum() - before_all) / per_token
+        assert n_tokens == len(PROMPTS[0]) + GREEDY.max_tokens - 1
+        assert 0.0 < store.counters.hit_rate < 1.0
+
+
+def test_a_text_makes_its_experts_resident(model: Path) -> None:
+    for residency in ("hotset", "recency"):
+        with open_model(model, resident_experts=0.5, residency=residency) as llm:
+            store, rates = store_of(llm), []
+            for _ in range(3):
+                before = store.counters.n_asked, store.counters.n_hits
+                llm.generate([PROMPTS[0]], SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True))
+                rates.append((store.counters.n_hits - before[1]) / (store.counters.n_asked - before[0]))
+            assert rates[-1] > 0.5, rates
+
+
+def test_nothing_is_allocated_while_experts_move(model: Path) -> None:
+    import cupy
+
+    with open_model(model, resident_experts=0.4) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        store_of(llm).shrink(1)
+        store_of(llm).expand(1)
+        llm.loaded.ops.synchronize()
+        used = cupy.get_default_memory_pool().used_bytes()
+        llm.generate(PROMPTS, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
+        assert cupy.get_default_memory_pool().used_bytes() == used
+        assert llm.memory()["total_bytes"] <= 1 << 30
