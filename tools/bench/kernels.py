@@ -177,14 +177,25 @@ class DeviceBench:
         n_copies = 1 if n_bytes < LARGE_BYTES else max(1, min(MOST_COPIES, round(COLD_BYTES / n_bytes)))
         launches, kept = self.launches(case, n_copies)
         us = self.microseconds(launches, n_copies)
-        names = list(dict.fromkeys(kernel.name for kernel, _, _ in launches))
-        kernels = dict.fromkeys(names, us)
-        if len(names) > 1:
-            kernels = {
-                name: self.microseconds([one for one in launches if one[0].name == name], n_copies) for name in names
-            }
+        kernels = self.parts(launches, n_copies, us)
         del kept, self._inputs[case.name]
         return {"us": us, "bytes": n_bytes, "flops": n_flops, "kernels": kernels}
+
+    def parts(self, launches: list[Any], n_calls: int, us: float) -> dict[str, float]:
+        """Microseconds of each kernel of a call that takes `us`: what it adds to the ones before it. None is launched
+        without those, whose results it may need."""
+        n_launches = len(launches) // n_calls
+        found: dict[str, float] = {}
+        before = 0.0
+        for i in range(n_launches):
+            until = us
+            if i < n_launches - 1:
+                some = [launch for k, launch in enumerate(launches) if k % n_launches <= i]
+                until = self.microseconds(some, n_calls)
+            name = launches[i][0].name
+            found[name] = found.get(name, 0.0) + until - before
+            before = until
+        return found
 
 
 @contextmanager
