@@ -187,10 +187,23 @@ def _add_convert(commands: argparse._SubParsersAction, parents: list[argparse.Ar
 
 
 def _add_inspect(commands: argparse._SubParsersAction, parents: list[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("inspect", parents=parents, help="what a model is and what fits")
+    parser = commands.add_parser("inspect", parents=parents, help="what a model is, what fits, and how fast it will be")
     parser.add_argument("model", metavar="MODEL")
+    _add_card(parser, None, "plan for rtx5090, rtx4090 or h200; default: the card that is here, measured")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(command="inspect.inspect")
+
+
+def _add_card(parser: argparse.ArgumentParser, default: str | None, what: str) -> None:
+    """Options that say what a card can do."""
+    parser.add_argument("--card", default=default, metavar="NAME", help=what)
+    for name, rate in (
+        ("compute-tflops", "matrix products"),
+        ("memory-gbps", "device memory"),
+        ("pcie-gbps", "host to device"),
+        ("disk-gbps", "disk, for experts that --ram does not hold"),
+    ):
+        parser.add_argument(f"--{name}", type=float, metavar="G", help=f"rate of the card: {rate}")
 
 
 def _add_perplexity(commands: argparse._SubParsersAction, parents: list[argparse.ArgumentParser]) -> None:
@@ -240,14 +253,7 @@ def _add_simulate(commands: argparse._SubParsersAction, parents: list[argparse.A
     parser.add_argument("--rate", type=float, metavar="R", help="Poisson arrivals per second for a trace without times")
     parser.add_argument("--quant", default="q4_k_m", metavar="Q", help="quantisation of a built-in shape")
     parser.add_argument("--admission", default="optimistic", choices=("optimistic", "reserve"))
-    parser.add_argument("--card", default="rtx5090", metavar="NAME", help="rtx5090, rtx4090 or h200")
-    for name, what in (
-        ("compute-tflops", "matrix products"),
-        ("memory-gbps", "device memory"),
-        ("pcie-gbps", "host to device"),
-        ("disk-gbps", "disk, for experts that --ram does not hold"),
-    ):
-        parser.add_argument(f"--{name}", type=float, metavar="G", help=f"rate of the card: {what}")
+    _add_card(parser, "rtx5090", "rtx5090, rtx4090 or h200")
     parser.add_argument("--scratch", default="0", metavar="SIZE", help="activations within --memory (default 0)")
     parser.add_argument("--buffer-experts", type=int, default=0, metavar="N", help="loading buffers in the pool")
     parser.add_argument("--max-step-tokens", type=int, default=2048, metavar="N")

@@ -1,39 +1,81 @@
-"""rimuru inspect: what a model is and what fits, from its headers alone."""
+"""rimuru inspect: what a model is, what fits on a CPU or a card, and how fast it will be, from its headers alone."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
 
 import rimuru.ops as backends
+from rimuru.arch.registry import read_config
+from rimuru.base.errors import BadInputError
 from rimuru.base.units import parse_bytes
 from rimuru.commands.common import print_json
-from rimuru.commands.forecast import before_loading, before_loading_text
+from rimuru.commands.forecast import before_loading, before_loading_text, on_card, on_card_text
 from rimuru.engine.build import ELEMENT_BYTES, open_model
-from rimuru.engine.resolve import AUTO_RAM_SHARE, available_threads
-from rimuru.inspect import format_report, inspect_model
+from rimuru.engine.resolve import AUTO_RAM_SHARE, CUDA_STEP_TOKENS, available_threads
+from rimuru.inspect import estimate_scratch_bytes, format_report, inspect_model
+from rimuru.simulate.cards import CARDS, RATES, Card, card_named
+
+DEFAULT_CARD = "rtx5090"
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Print the plan for a model file, also for one that cannot run yet."""
-    from pathlib import Path
-
-    import psutil
-
-    memory = parse_bytes(args.memory) if args.memory else int(psutil.virtual_memory().available * AUTO_RAM_SHARE)
-    element = ("f16" if args.device == "cuda" else "f32") if args.kv_type == "auto" else args.kv_type
+    """Print the plan for a model file, also for one that cannot run yet, or for a card that is not here."""
+    rates = {name: getattr(args, name) for name in RATES}
+    is_asked = args.card is not None or any(rate is not None for rate in rates.values())
+    device, free_bytes = planned_device(args.device, is_asked)
+    if args.memory is None and free_bytes is None:
+        raise BadInputError("there is no card here to ask: say how much memory it has, e.g. --memory 24GiB")
+    memory = parse_bytes(args.memory) if args.memory else int((free_bytes or 0) * AUTO_RAM_SHARE)
+    element = ("f16" if device == "cuda" else "f32") if args.kv_type == "auto" else args.kv_type
     gguf, source = open_model(Path(args.model))
     try:
-        report = inspect_model(gguf, ELEMENT_BYTES[element], memory)
-        on_cpu = args.device == "cpu" or backends.choose("auto")[0] == "cpu"
-        forecast = before_loading(report, args.threads or available_threads()) if on_cpu else None
+        if device == "cuda":
+            scratch = estimate_scratch_bytes(read_config(gguf), CUDA_STEP_TOKENS)
+            report = inspect_model(gguf, ELEMENT_BYTES[element], memory, scratch)
+            card, is_measured = planned_card(args.card, rates, is_here=args.card is None and _card_is_here())
+            ram = None if args.ram is None else parse_bytes(args.ram)
+            forecast = on_card(gguf, card, memory, scratch, ELEMENT_BYTES[element], ram) | {"is_measured": is_measured}
+            text = on_card_text(forecast)
+        else:
+            report = inspect_model(gguf, ELEMENT_BYTES[element], memory)
+            forecast = before_loading(report, args.threads or available_threads())
+            text = before_loading_text(forecast)
     finally:
         if source is not None:
             source.close()
         gguf.close()
     if args.json:
         print_json({**report, "forecast": forecast})
-        return 0
-    print(format_report(report))
-    if forecast is not None:
-        print(before_loading_text(forecast))
+    else:
+        print(format_report(report) + "\n" + text)
     return 0
+
+
+def planned_device(asked: str, names_card: bool) -> tuple[str, int | None]:
+    """("cuda" or "cpu", its free bytes; None where no card is here). A card that is named, or whose rates are given, is
+    planned for wherever this runs."""
+    if asked != "cpu":
+        device, free_bytes, _ = backends.choose("auto")
+        if device == "cuda" or asked == "cuda" or names_card:
+            return "cuda", free_bytes
+    return "cpu", psutil.virtual_memory().available
+
+
+def _card_is_here() -> bool:
+    return backends.choose("auto")[0] == "cuda"
+
+
+def planned_card(name: str | None, rates: dict[str, float | None], is_here: bool) -> tuple[Card, bool]:
+    """(the card to plan for, whether its memory and link were measured now): given rates go before measured ones."""
+    if not is_here:
+        return card_named(name or DEFAULT_CARD, rates), False
+    full_name, memory, link = backends.measured_rates()
+    known = full_name.lower().replace(" ", "")
+    base = next((key for key in CARDS if key.removeprefix("rtx") in known), DEFAULT_CARD)
+    found: dict[str, float | None] = {"memory_gbps": memory / 1e9, "pcie_gbps": link / 1e9}
+    found.update({key: rate for key, rate in rates.items() if rate is not None})
+    return replace(card_named(base, found), name=full_name), True

@@ -13,7 +13,7 @@ from rimuru.base.units import human_bytes, parse_bytes
 from rimuru.commands.common import print_json
 from rimuru.config import parse_share
 from rimuru.engine.build import ELEMENT_BYTES, open_model
-from rimuru.simulate.cards import Card, card_named
+from rimuru.simulate.cards import RATES, Card, card_named
 from rimuru.simulate.report import Result, write_plot
 from rimuru.simulate.simulator import Settings, Simulation
 from rimuru.simulate.timing import Ways
@@ -25,7 +25,7 @@ def simulate(args: argparse.Namespace) -> int:
     for name in ("requests", "max_step_tokens", "max_sequences", "topics"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise BadInputError(f"--{name.replace('_', '-')} must be at least 1")
-    for name in ("stretch", "rate", "pcie_gbps", "memory_gbps", "disk_gbps", "compute_tflops"):
+    for name in ("stretch", "rate"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise BadInputError(f"--{name.replace('_', '-')} must be more than 0")
     settings = settings_of(args)
@@ -66,9 +66,7 @@ def model_of(name: str, quant: str):  # type: ignore[no-untyped-def]
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Settings of the command line."""
-    card = card_named(args.card)
-    rates = {name: getattr(args, name) for name in ("pcie_gbps", "memory_gbps", "disk_gbps", "compute_tflops")}
-    card = dataclasses.replace(card, **{name: value for name, value in rates.items() if value is not None})
+    card = card_named(args.card, {name: getattr(args, name) for name in RATES})
     if args.memory is None:
         raise BadInputError("give the memory of the simulated device with --memory, e.g. 24GiB")
     return Settings(

@@ -34,6 +34,13 @@ def _probe_cuda() -> tuple[str | None, int]:
     return why_not, 0 if why_not is not None else device.free_bytes()
 
 
+def measured_rates() -> tuple[str, float, float]:
+    """(name, bytes per second of memory, bytes per second of the link) of the GPU, which must be usable; measured."""
+    from rimuru.ops.cuda import rates
+
+    return rates.measured()
+
+
 def create(name: str, threads: int | None = None, deterministic: bool = False) -> Ops:
     """The backend "cpu", "cuda" or "reference". Only the chosen one is imported. threads: cores of "cpu" (None = all).
 

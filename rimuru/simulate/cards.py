@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from rimuru.base.errors import BadInputError
 
@@ -40,8 +41,27 @@ CARDS = {
 }
 
 
-def card_named(name: str) -> Card:
-    """A built-in card. Raises BadInputError for an unknown name."""
+RATES = ("compute_tflops", "memory_gbps", "pcie_gbps", "disk_gbps")
+ENGINE_SHARES = {"compute_tflops": 0.15, "memory_gbps": 0.52}
+"""Of a card's rates, what the kernels of this engine reach together."""
+ENGINE_LAYER_OVERHEAD_US = 33.0
+"""Fitted with ENGINE_SHARES to Qwen3-30B-A3B on an H200 at commit b838703, 1 to 32 streams and prompts of 512 tokens;
+they foretell Qwen3.5-35B-A3B to a fifth (tools/LOG.md)."""
+
+
+def card_named(name: str, rates: Mapping[str, float | None] | None = None) -> Card:
+    """A built-in card, with other rates (RATES) where they are given. Raises BadInputError for an unknown name or a
+    rate that is none."""
     if name not in CARDS:
         raise BadInputError(f"unknown card {name!r}; known: {', '.join(CARDS)}")
-    return CARDS[name]
+    given = {key: value for key, value in (rates or {}).items() if value is not None}
+    for key, value in given.items():
+        if not value > 0:
+            raise BadInputError(f"--{key.replace('_', '-')} must be more than 0")
+    return replace(CARDS[name], **given)  # type: ignore[arg-type]
+
+
+def as_used(card: Card) -> Card:
+    """The card as this engine uses it: for forecasts, where a simulation compares policies on the card as it is."""
+    shares = {key: share * getattr(card, key) for key, share in ENGINE_SHARES.items()}
+    return replace(card, layer_overhead_us=ENGINE_LAYER_OVERHEAD_US, **shares)

@@ -9,7 +9,6 @@ import numpy as np
 
 from rimuru.arch.spec import ModelConfig, MoeSpec
 from rimuru.arch.tensors import expert_tensors, model_tensors
-from rimuru.base.errors import BadInputError
 from rimuru.formats.gguf import TensorInfo
 from rimuru.memory.specs import PoolLayout
 
@@ -38,9 +37,7 @@ class ModelCost:
 
 
 def model_cost(config: ModelConfig, tensors: Mapping[str, TensorInfo], layout: PoolLayout) -> ModelCost:
-    """Raises BadInputError for a model without experts."""
-    if layout.expert is None:
-        raise BadInputError("this model has no routed experts: there is nothing to simulate")
+    """Of a model with routed experts or without."""
     n_layers = len(config.layers)
     experts = {part.tensor for parts in expert_tensors(config).values() for part in parts}
     dense, operations = np.zeros(n_layers), np.zeros(n_layers)
@@ -54,13 +51,14 @@ def model_cost(config: ModelConfig, tensors: Mapping[str, TensorInfo], layout: P
             operations[layer] += 2 * n_elements
         elif name == "output.weight" or (name == "token_embd.weight" and "output.weight" not in tensors):
             head_bytes, head_operations = info.n_bytes, 2 * n_elements
-    slots = {part.layer: slot for slot, part in enumerate(layout.expert.layers)}
+    expert_layers = () if layout.expert is None else layout.expert.layers
+    slots = {part.layer: slot for slot, part in enumerate(expert_layers)}
     slot_of_layer = tuple(slots.get(layer.index, -1) for layer in config.layers)
     expert_bytes, expert_operations = np.zeros(n_layers), np.zeros(n_layers)
     top_k = 0
     for index, (spec, slot) in enumerate(zip(config.layers, slot_of_layer, strict=True)):
         if slot >= 0 and isinstance(spec.ffn, MoeSpec):
-            part = layout.expert.layers[slot]
+            part = expert_layers[slot]
             top_k = max(top_k, spec.ffn.top_k)
             expert_bytes[index] = part.useful_bytes
             n_elements = sum(p.n_rows * p.n_in for p in part.projections)

@@ -85,6 +85,9 @@ class NoCopier:
     def alloc_host(self, n_bytes: int) -> np.ndarray:
         return np.empty(n_bytes, np.uint8)
 
+    def is_pinned(self, array: np.ndarray) -> bool:
+        return True
+
     def copy_in(self, address: int, source: np.ndarray) -> None:
         self.n_bytes += source.nbytes
 
@@ -118,8 +121,9 @@ class Simulation:
         self.settings = settings
         self.config = read_config(gguf)
         self.layout = plan_layout(self.config, gguf, settings.kv_element_bytes)
+        if self.layout.expert is None:
+            raise BadInputError("this model has no routed experts: there is nothing to simulate")
         self.cost = model_cost(self.config, gguf.tensors, self.layout)
-        assert self.layout.expert is not None
         self.experts = self.layout.expert
         dense = dense_weight_bytes(self.config, gguf.tensors)
         pool_bytes = settings.memory_bytes - dense - settings.scratch_bytes

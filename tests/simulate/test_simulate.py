@@ -147,8 +147,13 @@ def test_costs_count_every_weight(qwen) -> None:  # type: ignore[no-untyped-def]
     counted = cost.dense_bytes.sum() + cost.head_bytes + 60 * cost.expert_bytes.sum()
     total = sum(info.n_bytes for name, info in qwen.tensors.items() if name not in ("token_embd.weight",))
     assert counted == pytest.approx(total, rel=1e-4)
-    with pytest.raises(BadInputError):
-        model_cost(simulation.config, qwen.tensors, dataclasses.replace(simulation.layout, expert=None))
+    bare = model_cost(simulation.config, qwen.tensors, dataclasses.replace(simulation.layout, expert=None))
+    assert bare.dense_bytes.sum() == cost.dense_bytes.sum() and bare.expert_bytes.sum() == bare.top_k == 0
+
+
+def test_a_model_without_experts_has_nothing_to_simulate() -> None:
+    with pytest.raises(BadInputError, match="no routed experts"):
+        Simulation(shape_gguf("qwen3-0.6b")[0], settings(policy="static"))
 
 
 # ---- traces and the command
