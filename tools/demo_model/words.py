@@ -6,37 +6,37 @@ import random
 from dataclasses import dataclass
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
     return text.split()
 
 
-def _phrases(text: str) -> list[str]:
+def phrases(text: str) -> list[str]:
     """Phrases with semicolons between them."""
     return [" ".join(phrase.split()) for phrase in text.split(";")]
 
 
-GIRLS = _words(
+GIRLS = words(
     """
     Amy Ana Anna Bella Beth Clara Daisy Dora Ella Ellie Emma Eva Fay Gina Grace Hana Hazel Holly Ida Iris Ivy Jane
     Jill Joy Julia Kate Kim Kira Lara Lena Lila Lily Lola Lucy Luna Maria Mary Maya Meg Mia Mila Molly Nina Nora
     Olga Olive Pam Penny Polly Rita Rosa Rose Ruby Ruth Sally Sara Sofia Sue Tara Tina Vera Wendy Zoe
     """
 )
-BOYS = _words(
+BOYS = words(
     """
     Adam Alan Alex Ali Andy Ari Ben Bill Bob Carl Dan David Eli Eric Finn Frank Fred George Hans Henry Hugo Ian Igor
     Jack Jake James Jim Joe John Jonas Juan Kai Karl Ken Leo Luca Luis Mark Matt Max Mike Nick Noah Oli Omar Oscar
     Otto Pablo Paul Pete Ray Rob Roy Sam Sid Simon Ted Theo Tim Toby Tom Tony Will
     """
 )
-ANIMALS = _words(
+ANIMALS = words(
     """
     ant bear bee bird bunny calf cat chick cow crab crow deer dog donkey dragon duck eagle elephant fish fox frog
     goat goose hen horse kitten lamb lion lizard monkey mouse owl panda parrot penguin pig pony puppy rabbit raccoon
     seal sheep snail snake spider squirrel swan tiger turtle whale wolf worm zebra
     """
 )
-OBJECTS = _words(
+OBJECTS = words(
     """
     apple bag ball balloon banana basket bell bike blanket block boat book boot bottle bowl box bread bridge broom
     brush bucket button cake camera candle candy cap car card carrot chair clock cloud coat coin cookie crayon crown
@@ -48,7 +48,7 @@ OBJECTS = _words(
     tunnel umbrella vase wagon wall watch wheel whistle window wood yarn
     """
 )
-VERBS = _words(
+VERBS = words(
     """
     ask bake bark borrow bounce break bring build call carry catch clap clean climb close cook count cross cry cut
     dance dig draw dream drink drop eat fall feed find fix float fly follow forget give grow hide hold hop hug hurry
@@ -58,7 +58,7 @@ VERBS = _words(
     visit wait wake walk wash watch wave whisper win wish work write
     """
 )
-ADJECTIVES = _words(
+ADJECTIVES = words(
     """
     angry big blue bright brave broken busy calm clean clever cold cozy curious dark deep dirty dry empty fast
     fluffy friendly funny gentle glad golden green happy hard heavy hot huge hungry kind lazy little lonely long
@@ -67,7 +67,7 @@ ADJECTIVES = _words(
     wild wise yellow young
     """
 )
-PLACES = _phrases(
+PLACES = phrases(
     """
     the attic; a barn; the bakery; the beach; a big city; a boat; a cave; a castle; the doctor; a farm; the field;
     the forest; the garden; grandma's house; a hill; the kitchen; the lake; the library; the market; the meadow; a
@@ -76,7 +76,7 @@ PLACES = _phrases(
     zoo
     """
 )
-TRAITS = _phrases(
+TRAITS = phrases(
     """
     who is afraid of the dark; who cannot sleep; who has lost something; who wants to help; who tells a lie; who is
     very shy; who wants to learn to swim; who makes a mess; who finds a surprise; who is looking for a friend; who
@@ -87,20 +87,20 @@ TRAITS = _phrases(
     learns to ride; who hears a strange sound; who makes a gift; who has a bad day
     """
 )
-FEATURES = _phrases(
+FEATURES = phrases(
     """
     It should have a happy end.; Somebody says something in it.; It should teach something.; Something surprising
     happens in it.; Something goes wrong and is made good again.; It should be funny.; It should be calm, for the
     evening.
     """
 )
-REQUESTS = _phrases(
+REQUESTS = phrases(
     """
     Tell me a story about {}.; Write a short story about {}.; Please tell me a short story about {}.; I want to hear
     a story about {}.; Can you tell a story about {}?; Write a story in simple words about {}.
     """
 )
-OPENINGS = _phrases(
+OPENINGS = phrases(
     """
     One day,; Once upon a time, there was; Once upon a time,; There was once; One morning,; It was a sunny day.; It
     was a cold day.; One evening,; Every day,; In a small house,; Long ago,; One summer day,; One winter morning,;
