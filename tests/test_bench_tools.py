@@ -1,0 +1,69 @@
+"""The tools that time kernels: cases name verbs, copies keep what tables point at, groups of rows are averaged."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools" / "bench"))
+import kernels
+import paging
+from cases import moe, pointwise, timed
+
+from rimuru.ops.base import Ops
+from rimuru.ops.reference import ReferenceOps
+
+
+def test_every_case_names_a_verb() -> None:
+    cases = timed.cases()
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases:
+        assert hasattr(Ops, kernels.verb_of(case)), case.name
+
+
+def test_only_the_verb_is_timed() -> None:
+    calls: list[int] = []
+
+    def call(verb: Any) -> None:
+        calls.append(1)
+        verb()
+
+    case = moe.combine_case(2, 2, 64, True)
+    hooked = kernels.Hooked(ReferenceOps(), kernels.verb_of(case), call)
+    case.run(hooked, case.inputs())  # type: ignore[arg-type]
+    assert len(calls) == 1 and len(hooked.kept) == 3
+
+
+def test_a_host_backend_gets_a_rate() -> None:
+    case = pointwise.embed_case("q8_0", 2, 64, 9)
+    (row,) = kernels.host_rows(ReferenceOps(), [case], 0.01)
+    assert row["us"] > 0 and row["gb_per_s"] == pytest.approx(case.bytes_moved(case.inputs()) / row["us"] / 1e3)
+
+
+def test_what_each_kernel_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    bench = kernels.DeviceBench(None, 0.0)
+    costs = {"count": 2.0, "scan": 3.0, "place": 4.0}
+    monkeypatch.setattr(bench, "microseconds", lambda some, n: sum(costs[one[0].name] for one in some) / n)
+    launches = [(Named(name), (), {}) for _ in range(5) for name in ("count", "scan", "place", "count")]
+    assert bench.parts(launches, 5, 11.0) == pytest.approx({"count": 4.0, "scan": 3.0, "place": 4.0})
+
+
+def test_overheads_are_averaged_by_group() -> None:
+    rows = [{"tokens": n, "overhead": x} for n, x in ((1, 0.03), (8, 0.0), (1024, 0.01), (4096, 0.02))]
+    assert paging.means(rows) == pytest.approx({"all": 0.015, "from 1024 tokens": 0.015, "1 token": 0.03})
+    assert paging.median_ratio([2.0, 3.0, 4.0], [1.0, 1.0, 1.0]) == 3.0
+
+
+def test_page_parts_cover_every_row() -> None:
+    layout = moe.expert_layout({"gate": "q4_k", "up": "q4_k", "down": "q6_k"}, 4, 512, 256, 20_000)
+    for p in layout.projections:
+        rows = np.concatenate([np.arange(part.start, part.stop) for _, part in paging.page_parts(p)])
+        assert np.array_equal(rows, np.arange(p.n_rows))
