@@ -34,7 +34,7 @@ def test_a_model_gives_the_cpus_logits(tmp_path: Path) -> None:
     tokens = np.random.default_rng(2).integers(0, 160, 60).tolist()
     found = []
     for device in ("cpu", "cuda"):
-        with LLM(path, device=device, context=128, kv_type="f32", deterministic=True) as llm:
+        with LLM(path, device=device, memory="1GiB", context=128, kv_type="f32", deterministic=True) as llm:
             found.append(llm.logits(tokens, chunk=60))
             if device == "cuda":
                 assert np.array_equal(llm.logits(tokens, chunk=7), found[1])
