@@ -17,7 +17,7 @@ _CHARACTERS = str.maketrans(
     {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": " - ", "\u2013": "-"}
 )
 _BANNED = re.compile(
-    r"\b(as an ai|language model|i'm sorry, but|i cannot|this story|the story (?:teaches|ends|is)|moral of|chapter|http|"
+    r"\b(as an ai|language model|sorry, but|i cannot|this story|the story (?:teaches|ends|is)|moral of|chapter|http|"
     r"www|kill\w*|murder\w*|blood\w*|flesh|corpse|dead bod\w+|suicide|gun|guns|knife|stab\w*|weapon\w*|war|soldiers?|"
     r"bomb\w*|sex\w*|naked|kiss\w*|pregnant|drunk|beer|wine|alcohol|vodka|drugs?|cigar\w*|smok(?:e|ed|ing) a|hell|"
     r"damn|devil|jesus|christ|bible|allah|muslim|jew\w*|nazi|slave\w*|rape\w*|torture\w*|hanged|poison\w*|prison\w*|"

@@ -22,10 +22,11 @@ import traceback
 from pathlib import Path
 from typing import IO, Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]  # run as a script
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # run as a script
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
-from examples import EXAMPLES  # noqa: E402
-from words import REQUESTS, Request, request  # noqa: E402
+from examples import EXAMPLES
+from words import REQUESTS, Request, request
 
 SEED = 1
 N_SHOWN = 2
