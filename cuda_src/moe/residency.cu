@@ -4,9 +4,10 @@
 // empty place or that of a resident which no token of this step chose; copies their bytes from host memory; then the
 // table names the new place. Bytes come over the link once, and the expert kernels that follow read the pool.
 //
-//   score' = score * exp(-tokens / decay_tokens) + chosen          tokens of this step, for every expert
-//   missed experts, the highest score' first, meet empty places, then victims, the coldest first:
-//     by recency: the longest unused (then the lowest score'); else the lowest score', if below that of who comes
+//   score' = score * exp(-T / D) + gain * chosen,  gain = (1 - exp(-T / D)) D / T: as if the T tokens of this step had
+//            come one after the other, each to count 1/e after D more
+//   missed experts, the highest score' first, meet empty places, then victims, the coldest first: the longest unused (then
+//   the lowest score'), or the lowest score'. Either all who are missed may come, or those above their victim.
 //
 // Who gets no place is brought into a loading buffer for this layer's turn (the buffers are the same for all layers), and
 // read where it lies in host memory if there is none left. Every block makes the same plan from the same state and copies
@@ -25,7 +26,7 @@
 #define CHUNK_BYTES (FETCH_THREADS * VECTORS * 16)
 
 enum { NOT_CONCERNED = 0, MISSED = 1, MAY_LEAVE = 2 };
-enum { BY_RECENCY = 0, MOST_FILLS = 1, MOST_BUFFERED = 2 };                                 // control
+enum { BY_RECENCY = 0, ALL_COME = 1, MOST_FILLS = 2, MOST_BUFFERED = 3, DECAY = 4 };          // control; DECAY: a float
 enum { STEPS = 0, TOKENS = 1, ASKED = 2, HITS = 3, FILLS = 4, BUFFERED = 5, ARRIVALS = 7 };  // totals
 
 struct FetchPlan {
@@ -37,8 +38,8 @@ struct FetchPlan {
     int n_tokens, n_asked, n_missed, n_victims, n_empty, n_fills, is_last;
 };
 
-__device__ __forceinline__ float new_score(float score, float decay, int chosen) {
-    return fmaf(score, decay, (float)chosen);
+__device__ __forceinline__ float new_score(float score, float decay, float gain, int chosen) {
+    return fmaf(score, decay, gain * (float)chosen);
 }
 
 // Experts of a kind before expert e: those with a lower key (`ascending`) or a higher one; equal ones by number.
@@ -66,9 +67,9 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
               int* __restrict__ counts,           // [n_experts], assignments since the start
               int* __restrict__ buffered,         // [n_experts], 1 = the table names a loading buffer
               int* __restrict__ totals,           // [8], see above
-              const int* __restrict__ control,    // [3], see above
+              const int* __restrict__ control,    // [5], see above
               const i64* __restrict__ buffers,    // [n_buffers, buffer_pages], pages of the loading buffers
-              int n_buffers, int buffer_pages, int n_tokens, int top_k, int n_experts, int n_pages, int page_bytes, float decay_tokens) {
+              int n_buffers, int buffer_pages, int n_tokens, int top_k, int n_experts, int n_pages, int page_bytes) {
     __shared__ FetchPlan plan;
     if (blockIdx.x == 0) {
         fetch_ahead(pages, 8ll * n_experts * n_pages);
@@ -93,12 +94,13 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
     }
     __syncthreads();
     // Who is concerned, and in which order.
-    bool by_recency = control[BY_RECENCY] != 0;
-    float decay = expf(-(float)plan.n_tokens / decay_tokens);
+    bool by_recency = control[BY_RECENCY] != 0, all_come = control[ALL_COME] != 0;
+    float time = (float)max(plan.n_tokens, 1) / __int_as_float(control[DECAY]);
+    float decay = expf(-time), gain = -expm1f(-time) / time;
     for (int e = thread; e < n_experts; e += FETCH_THREADS) {
         int n = plan.chosen[e];
         bool resident = place_of[e] >= 0;
-        u64 heat = (u64)__float_as_uint(new_score(scores[e], decay, n));  // of numbers >= 0, in their order
+        u64 heat = (u64)__float_as_uint(new_score(scores[e], decay, gain, n));  // of numbers >= 0, in their order
         int kind = n > 0 ? (resident ? NOT_CONCERNED : MISSED) : (resident ? MAY_LEAVE : NOT_CONCERNED);
         plan.kinds[e] = (u8)kind;
         plan.keys[e] = kind == MAY_LEAVE && by_recency ? (u64)(u32)last_used[e] << 32 | heat : heat;
@@ -133,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
         __syncthreads();
         if (thread < most) {  // keys fall on one side and rise on the other: whoever may come forms a beginning
             int victim = plan.victims[thread];
-            bool comes = victim < 0 || by_recency || plan.keys[victim] < plan.keys[plan.comers[thread]];
+            bool comes = victim < 0 || all_come || plan.keys[victim] < plan.keys[plan.comers[thread]];
             if (comes) atomicAdd(&plan.n_fills, 1);
         }
         __syncthreads();
@@ -195,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
     int step = totals[STEPS] + 1;
     for (int e = thread; e < n_experts; e += FETCH_THREADS) {
         int n = plan.chosen[e];
-        scores[e] = new_score(scores[e], decay, n);
+        scores[e] = new_score(scores[e], decay, gain, n);
         if (n == 0) continue;
         last_used[e] = step;
         counts[e] = (int)((u32)counts[e] + (u32)n);

@@ -16,8 +16,10 @@ from rimuru.memory.specs import ExpertLayout
 from rimuru.memory.views import ExpertView, moved_entries
 from rimuru.ops.base import Copier, Ops
 from rimuru.ops.places import (
+    ALL_COME,
     BY_RECENCY,
     COMMAND_FIELDS,
+    DECAY,
     MAX_COMERS,
     MAX_COMMANDS,
     MOST_BUFFERED,
@@ -96,6 +98,7 @@ class DevicePlaces:
         self._commands = ops.empty((MAX_COMMANDS, COMMAND_FIELDS + layout.max_pages), np.int64)
         self._queued: list[np.ndarray] = []
         self._control = np.zeros(N_CONTROLS, np.int32)
+        self._control[DECAY] = np.float32(1.0).view(np.int32)
         self._mailbox = copier.alloc_host(4 * (2 * n_experts + N_TOTALS * n_layers)).view(np.int32)
         self._last = np.zeros(self._mailbox.size, np.int32)
         self._marker: object = None
@@ -207,10 +210,11 @@ class DevicePlaces:
             self.ops.set_places(self._commands, len(rows), self.arrays)
         self._queued.clear()
 
-    def set_control(self, by_recency: bool, fills: bool) -> None:
-        """Who leaves first, and whether missed experts are brought in at all."""
+    def set_control(self, by_recency: bool, all_come: bool, decay_tokens: float, fills: bool) -> None:
+        """See ops/places.py; and whether missed experts are brought in at all."""
         wanted = np.zeros(N_CONTROLS, np.int32)
-        wanted[BY_RECENCY] = by_recency
+        wanted[BY_RECENCY], wanted[ALL_COME] = by_recency, all_come
+        wanted[DECAY] = np.float32(decay_tokens).view(np.int32)
         if fills:
             wanted[MOST_FILLS], wanted[MOST_BUFFERED] = MAX_COMERS, self.n_buffers
         if (wanted != self._control).any():

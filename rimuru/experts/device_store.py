@@ -17,6 +17,7 @@ Either way the device counts what its tokens choose, and what of it was resident
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from rimuru.base.errors import AuditError
 from rimuru.base.units import human_bytes
 from rimuru.experts.device_places import DevicePlaces, Heard
 from rimuru.experts.host_arena import BLOCK_BYTES, HostArena
-from rimuru.experts.residency import ResidencyPolicy
+from rimuru.experts.residency import DECAY_TOKENS, ResidencyPolicy
 from rimuru.experts.residents import ResidentSet
 from rimuru.experts.source import ExpertSource
 from rimuru.experts.store import MOST_COUNTED_TOKENS, StoreCounters
@@ -48,6 +49,12 @@ N_STAGING = 16
 
 N_TIMED = 32
 """Experts that are copied to time the link."""
+
+SCORE_TOKENS = 40.0
+"""`auto`: a choice falls to 1/e in the score in so many tokens, times the root of the tokens that run together."""
+
+ALL_COME_TOKENS = 12.0
+"""`auto`: up to so many tokens in a step, everybody who is missed comes; beyond, only who is warmer than who leaves."""
 
 REPORT_STEPS = 8
 """How often the host asks the device what was chosen and who is resident."""
@@ -190,8 +197,20 @@ class DeviceExpertStore(ResidentSet):
         self.places.start(homes, self.residency.weights().reshape(-1)[self._cells])
         self.view.publish(None)
         self._holders[:] = self.places.holders_at_start()
-        self.places.set_control(self.residency.by_recency, self.by_device)
+        self._set_control()
         self._time_link()
+
+    def _set_control(self) -> None:
+        """Who comes and goes. `auto`: a score that forgets the sooner, the fewer tokens run together, is as good as
+        recency where a stream stays with its experts, and as a hot set where some are always likelier."""
+        policy, n_tokens = self.residency.policy, self.residency.step_tokens
+        by_recency, all_come, decay_tokens = False, False, DECAY_TOKENS
+        if policy == "recency":
+            by_recency = all_come = True
+        elif policy == "auto":
+            all_come = n_tokens <= ALL_COME_TOKENS
+            decay_tokens = min(DECAY_TOKENS, SCORE_TOKENS * 2.0 ** (round(math.log2(max(1.0, n_tokens))) / 2.0))
+        self.places.set_control(by_recency, all_come, decay_tokens, self.by_device)
 
     def _time_link(self) -> None:
         """The link's rate: some residents are copied once more to where they lie. What a step waits for cannot hide."""
@@ -321,7 +340,7 @@ class DeviceExpertStore(ResidentSet):
             self._arrive(*place)
         if not self.by_device and self.view.publish(None):
             self.places.set_residents(self.view.table.values, self.residency.resident.reshape(-1)[self._cells])
-        self.places.set_control(self.residency.by_recency, self.by_device)
+        self._set_control()
         self.places.send()
         is_whole = self.residency.n_resident == self.layout.n_experts and not self._n_empty and not self._coming
         self.is_watching = not is_whole or self._n_steps % WATCHED_STEPS == 0

@@ -19,18 +19,17 @@ N_TOTALS = 8
 STEPS, TOKENS, ASKED, HITS, FILLS, BUFFERED = range(6)
 """Fields of `totals`, since the start, modulo 2^32: calls, tokens, distinct experts asked for in each call, those of
 them that were in a place, that were brought into one, and into a buffer."""
-N_CONTROLS = 3
-BY_RECENCY, MOST_FILLS, MOST_BUFFERED = range(N_CONTROLS)
-"""Fields of `control`: whether the longest unused leaves first (else the lowest score, if below the comer's), and most
-experts that a layer brings into places and into buffers in a step."""
+N_CONTROLS = 5
+BY_RECENCY, ALL_COME, MOST_FILLS, MOST_BUFFERED, DECAY = range(N_CONTROLS)
+"""Fields of `control`: whether the longest unused leaves first (else the lowest score); whether everybody who is missed
+comes (else, where the lowest score leaves, those with a higher one); most experts that a layer brings into places and
+into buffers in a step; in how many tokens a choice falls to 1/e in scores (a float32 by its bits)."""
 MAX_COMERS = 256
 """Experts that a layer brings in at once at most."""
 MAX_COMMANDS = 64
 """Commands of one `set_places`."""
 COMMAND_FIELDS = 4
 """Of a command, before its page addresses: first expert of the layer, first table entry, pages of an expert, place."""
-DECAY_TOKENS = 2000.0
-"""In scores, a choice counts 1/e after so many tokens."""
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from rimuru.base.errors import RimuruError
 from rimuru.ops.base import Array
 from rimuru.ops.cuda.launch import Kernel
 from rimuru.ops.cuda.routing import MAX_EXPERTS
-from rimuru.ops.places import DECAY_TOKENS, ExpertPlaces, LayerPlaces
+from rimuru.ops.places import ExpertPlaces, LayerPlaces
 
 FETCH_BLOCKS = 64
 """Blocks that share the copies: 1 MB of reads under way."""
@@ -17,8 +17,7 @@ fetch_kernel = Kernel(
     "moe_fetch",
     "ids: i32*, positions: i32*, addresses: i64*, homes: i64*, pages: i64*, holders: i32*, place_of: i32*,"
     "last_used: i32*, scores: f32*, counts: i32*, buffered: i32*, totals: i32*, control: i32*, buffers: i64*,"
-    "n_buffers: i32, buffer_pages: i32, n_tokens: i32, top_k: i32, n_experts: i32, n_pages: i32, page_bytes: i32,"
-    "decay_tokens: f32",
+    "n_buffers: i32, buffer_pages: i32, n_tokens: i32, top_k: i32, n_experts: i32, n_pages: i32, page_bytes: i32",
 )
 set_places_kernel = Kernel(
     "moe/residency.cu",
@@ -44,7 +43,7 @@ def fetch_experts(ids: Array, positions: Array, places: LayerPlaces) -> None:
             ids, positions, places.addresses, places.homes, places.pages, places.holders, places.place_of,
             places.last_used, places.scores, places.counts, places.buffered, places.totals, places.control,
             places.buffers, *places.buffers.shape, n_tokens, top_k, layout.n_experts, layout.n_pages,
-            places.page_bytes, DECAY_TOKENS,
+            places.page_bytes,
         ),
     )  # fmt: skip
 

@@ -7,11 +7,12 @@ import numpy as np
 from rimuru.ops.base import Array
 from rimuru.ops.host import bytes_at
 from rimuru.ops.places import (
+    ALL_COME,
     ASKED,
     BUFFERED,
     BY_RECENCY,
     COMMAND_FIELDS,
-    DECAY_TOKENS,
+    DECAY,
     FILLS,
     HITS,
     MAX_COMERS,
@@ -31,8 +32,10 @@ def fetch_experts(ids: Array, positions: Array, places: LayerPlaces) -> None:
     valid = valid[(valid >= 0) & (valid < n_experts)]
     chosen = np.bincount(valid, minlength=n_experts)
     n_tokens = int((positions >= 0).sum())
-    decay = np.float32(np.exp(np.float32(-n_tokens) / np.float32(DECAY_TOKENS)))
-    scores = (places.scores.astype(np.float64) * np.float64(decay) + chosen).astype(np.float32)
+    time = np.float32(max(n_tokens, 1)) / places.control[DECAY : DECAY + 1].view(np.float32)[0]
+    decay, gain = np.exp(-time), -np.expm1(-time) / time
+    added = (gain * chosen.astype(np.float32)).astype(np.float64)
+    scores = (places.scores.astype(np.float64) * np.float64(decay) + added).astype(np.float32)
     resident = places.place_of >= 0
     missed = np.flatnonzero((chosen > 0) & ~resident)
     missed = missed[np.argsort(-scores[missed], kind="stable")]
@@ -49,7 +52,7 @@ def fetch_experts(ids: Array, positions: Array, places: LayerPlaces) -> None:
     places.buffered[:] = 0
     missed = missed[:MAX_COMERS]
     for comer, (place, victim) in zip(missed[: int(places.control[MOST_FILLS])], targets, strict=False):
-        if victim >= 0 and not places.control[BY_RECENCY] and not scores[victim] < scores[comer]:
+        if victim >= 0 and not places.control[ALL_COME] and not scores[victim] < scores[comer]:
             break
         _bring(places, int(comer), places.pages[place])
         if victim >= 0:
