@@ -132,6 +132,21 @@ def test_pages_left_of_the_window_are_not_read(ops: Any) -> None:
     assert np.array_equal(run_attention(shape, ops, inputs)["out"], want)
 
 
+@pytest.mark.parametrize("fill", [0x00, 0x7E])
+@pytest.mark.parametrize("key_dim", [64, 128])
+def test_unwritten_slots_never_influence(ops: Any, exact_ops: Any, fill: int, key_dim: int) -> None:
+    """Fault M01: NaN patterns (0xFF, as in every case here), 0x7E7E or zeros where nothing was written: equal bits."""
+    shape = AttentionShape([1, 5, 1, 40], [10, 30, 65, 75], 8, 2, key_dim, key_dim, page_tokens=27, element="f16")
+    inputs = attention_inputs(shape, np.random.default_rng(6))
+    halves = inputs["pool"].view(np.uint16)
+    pool = np.where(halves == 0xFFFF, np.uint16(fill << 8 | fill), halves).view(np.uint8)
+    assert not np.array_equal(pool, inputs["pool"])
+    for backend in (ops, exact_ops):
+        clean = run_attention(shape, backend, inputs)["out"]
+        assert np.isfinite(clean).all()
+        assert np.array_equal(run_attention(shape, backend, {**inputs, "pool": pool})["out"], clean)
+
+
 def test_padding_rows(ops: Any) -> None:
     """Rows with position -1 and no pages change nothing, and give finite values."""
     from rimuru.ops.cuda.graphs import pad_decode

@@ -74,3 +74,14 @@ def test_tiles(ops: Any, name: str) -> None:
     """So many rows that 130 tokens go to the tiles, which decode weights into shared memory: every type."""
     assert not takes_strips(130, 2761)
     cases.linear_case(f"tiles of {name}", [name], [2761], 256, 130, full=True).check(ops)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "iq4_nl", "mxfp4", "q2_k", "q4_k", "q6_k", "iq3_s"])
+def test_widths(ops: Any, name: str) -> None:
+    """Q01: every width that whole blocks give, with rows and tokens that no tile divides."""
+    widths = (32, 64, 96, 288, 320, 1408, 1440) if BY_NAME[name].block_elements == 32 else (256, 512, 768, 2816)
+    for width in widths:
+        for n_rows, n_tokens in ((1, 1), (3, 5), (5, 9), (127, 40)):
+            label = f"width {width} {name} {n_rows} T={n_tokens}"
+            tolerance = 0.08 if n_rows == 127 else 0.3  # of activations in 8 bits; few outputs may all be small
+            cases.linear_case(label, [name], [n_rows], width, n_tokens, tolerance=tolerance).check(ops)
