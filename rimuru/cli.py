@@ -209,7 +209,7 @@ def _add_card(parser: argparse.ArgumentParser, default: str | None, what: str) -
 def _add_perplexity(commands: argparse._SubParsersAction, parents: list[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("perplexity", parents=parents, help="how well a model predicts a text")
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("-f", "--file", required=True, metavar="TEXT")
+    parser.add_argument("-f", "--file", metavar="TEXT", help="UTF-8 text; demo: default is what ships with it")
     parser.add_argument("--window", type=int, metavar="N", help="tokens per window (default 512)")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(command="perplexity.perplexity")

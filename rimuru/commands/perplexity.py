@@ -12,6 +12,7 @@ from tqdm import tqdm
 from rimuru.base.errors import BadInputError
 from rimuru.commands.common import note, open_llm, print_json, read_text
 from rimuru.engine.sampler import log_softmax
+from rimuru.formats.demo import held_out_path, is_demo
 from rimuru.llm import LLM
 
 DEFAULT_WINDOW_TOKENS = 512
@@ -23,6 +24,9 @@ def perplexity(args: argparse.Namespace) -> int:
     The text is cut into windows of `--window` tokens that do not overlap; every token but a window's first is scored
     given the window's tokens before it.
     """
+    if args.file is None and not is_demo(args.model):
+        raise BadInputError("give a text with -f; only the demo model comes with one")
+    args.file = str(held_out_path()) if args.file is None else args.file
     text = read_text(args.file)
 
     def check(llm: LLM) -> None:

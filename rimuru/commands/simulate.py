@@ -13,6 +13,7 @@ from rimuru.base.units import human_bytes, parse_bytes
 from rimuru.commands.common import print_json
 from rimuru.config import parse_share
 from rimuru.engine.build import ELEMENT_BYTES, open_model
+from rimuru.formats.demo import model_path
 from rimuru.simulate.cards import RATES, Card, card_named
 from rimuru.simulate.report import Result, write_plot
 from rimuru.simulate.simulator import Settings, Simulation
@@ -51,7 +52,7 @@ def model_of(name: str, quant: str):  # type: ignore[no-untyped-def]
     """(model, what to call when done with it) of a built-in shape or of a file."""
     if name.lower() in shape_names():
         return shape_gguf(name, quant)[0], lambda: None
-    if not Path(name).exists():
+    if not model_path(name).exists():
         raise BadInputError(f"{name!r} is neither a file nor a built-in shape; shapes: {', '.join(shape_names())}")
     gguf, source = open_model(Path(name))
 

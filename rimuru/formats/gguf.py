@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rimuru.base.errors import BadInputError, FileFormatError, StoreReadError, UnsupportedModelError
+from rimuru.formats.demo import model_path
 from rimuru.formats.gguf_header import Header, TensorInfo, parse_header
 from rimuru.formats.gguf_splits import find_file, part_paths
 from rimuru.formats.gguf_values import KeyValues, StringArray
@@ -32,11 +33,11 @@ _MAX_BUFFERS = 512  # of one positioned read; systems allow 1024
 
 
 def open_gguf(path: str | Path) -> GgufFile:
-    """Open a .gguf file, any part of a split set, or the folder of one model.
+    """Open a .gguf file, any part of a split set, the folder of one model, or the packaged `demo`.
 
     Reads and checks the headers; no tensor data. Raises BadInputError (no such file), FileFormatError (damaged).
     """
-    return GgufFile(Path(path))
+    return GgufFile(model_path(path))
 
 
 def read_exactly(fd: int, offset_bytes: int, outs: Sequence[NDArray[np.uint8]], what: str) -> None:
