@@ -10,7 +10,7 @@ from cases.mla import HEAD_LINEAR_CASES, LATENT_ROW_CASES
 
 from rimuru.formats.quants import BY_NAME
 from rimuru.ops.base import Act
-from rimuru.ops.cpu import CpuOps
+from rimuru.ops.cpu import CpuOps, matmul
 from rimuru.ops.cpu.simd_launch import set_threads, threads
 
 OPS = CpuOps()
@@ -29,7 +29,8 @@ def head_linear(kind: str, x: np.ndarray, raw: np.ndarray, n_head: int, n_in: in
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "q8_0", "q4_k"])
-def test_batch_and_threads_change_no_bit(kind: str) -> None:
+def test_batch_and_threads_change_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "_MAX_JOBS", 13)  # several launches
     n_head, n_in, n_out = 30, 256, 40
     rng = np.random.default_rng(3)
     x, raw = normal(rng, 66, n_head * (n_in + 8)), random_rows(rng, BY_NAME[kind], n_head * n_out, n_in)

@@ -17,7 +17,8 @@ order, each block's integer product exact, then one fixed tree over the lanes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from rimuru.formats.quants import BY_NAME
@@ -116,30 +117,44 @@ def _n_super(n_in: V) -> V:
     return (n_in + 255) >> 8
 
 
-class _Row:
-    """Superblocks of a packed row; the last one, if it is not whole, from a zero-padded copy."""
+class _Rest:
+    """The end of a packed row that is no whole superblock: 1 to 7 blocks of 32 elements.
 
-    def __init__(self, k: Kernel, fmt: DotFormat, n_in: V) -> None:
+    It is read where it lies, together with what follows it in memory, and what does not belong to it counts with scale
+    zero (activations are zero there too). Near the end of the matrix a zero-padded copy is read instead.
+    """
+
+    def __init__(self, k: Kernel, fmt: DotFormat, w: V, row_bytes: V, n_rows: V, n_in: V) -> None:
         self.k = k
         self.fmt = fmt
+        self.exists = BY_NAME[fmt.name].block_elements < 256
         self.n_whole = n_in >> 8
-        self.n_rest = (n_in & 255) >> 5
-        self.has_rest = BY_NAME[fmt.name].block_elements < 256
-        if self.has_rest:
+        if self.exists:
+            self.n_blocks = (n_in & 255) >> 5
+            self.end = w + n_rows * row_bytes
             self.copy = k.scratch(fmt.super_bytes)
             with k.loop(k.i64(fmt.super_bytes)) as i:
                 k.store(k.const(0, I8), self.copy + i)
+            self.mask = k.const(list(range(BLOCKS)), I32X8).compare("<", self.n_blocks.trunc(I32).splat(BLOCKS))
 
-    def start(self, row: V) -> None:
-        """Bring the row's rest into the copy."""
-        if self.has_rest:
-            rest = row + self.n_whole * self.fmt.super_bytes
-            with self.k.loop(self.n_rest * (self.fmt.super_bytes // BLOCKS)) as i:
-                self.k.store(self.k.load(rest + i, I8), self.copy + i)
+    @contextmanager
+    def of(self, row: V) -> Iterator[Unpacked]:
+        """Code for rows that have a rest."""
+        k, fmt = self.k, self.fmt
+        with k.when(self.n_blocks.compare(">", 0)):
+            at = row + self.n_whole * fmt.super_bytes
+            ends_early = self.end.compare("<", at + fmt.super_bytes)
+            with k.when(ends_early), k.loop(self.n_blocks * (fmt.super_bytes // BLOCKS)) as i:
+                k.store(k.load(at + i, I8), self.copy + i)
+            yield self._masked(fmt.unpack(k, ends_early.select(self.copy, at)))
 
-    def superblock(self, row: V, s: V) -> V:
-        address = row + s * self.fmt.super_bytes
-        return s.compare("<", self.n_whole).select(address, self.copy) if self.has_rest else address
+    def _masked(self, u: Unpacked) -> Unpacked:
+        def masked(v: V) -> V:
+            return self.mask.select(v, self.k.const(0.0, F32X8)) if v.type == F32X8 else v
+
+        subs = None if u.sub_scales is None else (masked(u.sub_scales[0]), masked(u.sub_scales[1]))
+        minimum = None if u.minimum is None else masked(u.minimum)
+        return Unpacked(u.quads, masked(u.scale), minimum, subs, u.sub_minimums)
 
 
 # ---- quantised weights
@@ -147,37 +162,47 @@ class _Row:
 
 def emit_rows(fmt: DotFormat, k: Kernel, w: V, row_bytes: V, n_rows: V, x: V, n_in: V, out: V) -> None:
     """One token. Row by row: two rows side by side would share work, but lose the processor's prefetching (3x)."""
-    packed = _Row(k, fmt, n_in)
+    rest = _Rest(k, fmt, w, row_bytes, n_rows, n_in)
+
+    def accumulate(acc: Var, s: V, u: Unpacked) -> None:
+        a = _Act(k, x + s * RECORD_BYTES, fmt.per_16, fmt.has_minimum, fmt.offset)
+        acc.set(_accumulate(k, acc.get(), u, a))
+
     with k.loop(n_rows) as r:
         row = w + r * row_bytes
-        packed.start(row)
         acc = k.var(k.const(0.0, F32X8))
-        with k.loop(_n_super(n_in)) as s:
-            a = _Act(k, x + s * RECORD_BYTES, fmt.per_16, fmt.has_minimum, fmt.offset)
-            acc.set(_accumulate(k, acc.get(), fmt.unpack(k, packed.superblock(row, s)), a))
+        with k.loop(rest.n_whole) as s:
+            accumulate(acc, s, fmt.unpack(k, row + s * fmt.super_bytes))
+        if rest.exists:
+            with rest.of(row) as u:
+                accumulate(acc, rest.n_whole, u)
         k.store(_sum_lanes(acc.get()), out + r * 4)
 
 
 def emit_expand(fmt: DotFormat, k: Kernel, w: V, row_bytes: V, n_rows: V, n_in: V, panel: V) -> None:
     """Rows to panel records."""
-    packed = _Row(k, fmt, n_in)
-    n_super = _n_super(n_in)
+    rest = _Rest(k, fmt, w, row_bytes, n_rows, n_in)
     target = k.var(panel)
     with k.loop(n_rows) as r:
         row = w + r * row_bytes
-        packed.start(row)
-        with k.loop(n_super) as s:
-            u = fmt.unpack(k, packed.superblock(row, s))
-            at = target.get()
-            for p in range(4):
-                k.store(u.quads[p], at + 64 * p)
-            k.store(u.scale, at + SCALE_AT)
-            if u.minimum is not None:
-                k.store(u.minimum, at + MINIMUM_AT)
-            for pair, offset in ((u.sub_scales, SUB_SCALE_AT), (u.sub_minimums, SUB_MINIMUM_AT)):
-                if pair is not None:
-                    k.store(pair[0].concat(pair[1]), at + offset)
-            target.set(at + PANEL_BYTES)
+        with k.loop(rest.n_whole) as s:
+            _store_record(k, fmt.unpack(k, row + s * fmt.super_bytes), target)
+        if rest.exists:
+            with rest.of(row) as u:
+                _store_record(k, u, target)
+
+
+def _store_record(k: Kernel, u: Unpacked, target: Var) -> None:
+    at = target.get()
+    for p in range(4):
+        k.store(u.quads[p], at + 64 * p)
+    k.store(u.scale, at + SCALE_AT)
+    if u.minimum is not None:
+        k.store(u.minimum, at + MINIMUM_AT)
+    for pair, offset in ((u.sub_scales, SUB_SCALE_AT), (u.sub_minimums, SUB_MINIMUM_AT)):
+        if pair is not None:
+            k.store(pair[0].concat(pair[1]), at + offset)
+    target.set(at + PANEL_BYTES)
 
 
 class _PanelRecord(Sequence[V]):

@@ -16,7 +16,7 @@ from rimuru.ops.base import Act, Weight
 from rimuru.ops.cpu import dot
 from rimuru.ops.cpu.quantize import quantize_act
 from rimuru.ops.cpu.simd_calls import call, f32_at, f64_at, fetch_add, i64_at
-from rimuru.ops.cpu.simd_launch import address_of, launch, threads, workspace
+from rimuru.ops.cpu.simd_launch import CONTEXT_FIELDS, address_of, launch, threads, workspace
 from rimuru.ops.cpu.work import Worker
 from rimuru.ops.factors import with_factors
 
@@ -208,8 +208,7 @@ def _run(fields: Sequence[int] | np.ndarray, head: tuple[int, ...], n_in: int, s
     launch(_linear_worker.address, space.context_address, parallel)
 
 
-_MAX_JOBS = 27
-"""Jobs that a context has room for."""
+_MAX_JOBS = (CONTEXT_FIELDS - _HEADER) // _JOB
 
 
 def head_linear(x: np.ndarray, weight: Weight, n_head: int, heads: Act, out: Act) -> None:
@@ -224,7 +223,8 @@ def head_linear(x: np.ndarray, weight: Weight, n_head: int, heads: Act, out: Act
     else:
         quantize_act(heads, n_tokens * n_head)
         source = heads.quant.records
-    rows = chunk_rows(n_out, max(1, threads() // n_head))
+    # Each call of a kernel has its price, so a head is cut only where heads are too few for all cores.
+    rows = min(max(PANEL_ROWS, n_out // max(1, 8 * threads() // n_head) // PANEL_ROWS * PANEL_ROWS), MAX_CHUNK_ROWS)
     chunks = -(-n_out // rows)
     jobs = np.empty((n_head, _JOB), np.int64)
     head = np.arange(n_head)

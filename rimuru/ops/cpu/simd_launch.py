@@ -198,6 +198,10 @@ address_of: Callable[[np.ndarray], int] = _address_by_layout if _layout_holds() 
 """Address of an array's first element. The attribute takes microseconds, and a decode step asks for hundreds."""
 
 
+CONTEXT_FIELDS = 4096
+"""Numbers that a launch may hand to its workers."""
+
+
 def aligned_empty(n_bytes: int) -> np.ndarray:
     """uint8 [n_bytes] that starts on a cache line."""
     raw = np.empty(n_bytes + 64, np.uint8)
@@ -212,7 +216,7 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self.context = np.zeros(512, np.int64)
+        self.context = np.zeros(CONTEXT_FIELDS, np.int64)
         self.context_f64 = self.context.view(np.float64)
         self.context_address = address_of(self.context)
         self.scratch = aligned_empty(0)
