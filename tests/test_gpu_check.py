@@ -164,6 +164,12 @@ def test_every_family_of_kernels_is_selected(gpu_check: ModuleType) -> None:
     assert 300 < len(found["MEMCHECK"]) < 600 and 80 < len(found["RACECHECK"]) < 150
 
 
+def test_the_files_of_the_tests_part(gpu_check: ModuleType) -> None:
+    files = gpu_check.gpu_test_files()
+    assert {"tests/e2e/test_cuda_engine.py", "tests/e2e/test_hybrid_prefix.py"} <= {*files}
+    assert "tests/ops/test_cpu_moe.py" not in files and len(files) < 30
+
+
 def top_level_alternatives(pattern: str) -> list[str]:
     depth, parts = 0, [""]
     for i, letter in enumerate(pattern):

@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = [
     sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", "-rfE",
-    "-o", "addopts=--import-mode=importlib", "-o", "timeout=150",
+    "-o", "addopts=--import-mode=importlib", "-o", "timeout=240",
 ]  # fmt: skip
 SAVE_EVERY_S = 10.0
 _OUTCOMES = "PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS"
