@@ -2,11 +2,13 @@
 //
 //   moe_gate_up  hidden[a] = act(gate . x[a / top_k] + b_gate) * (up . x[a / top_k] + b_up), in float32 and 8-bit blocks
 //   moe_down     out[a] = down . hidden[a] + b_down
+//   moe_down_sum out[t] (+)= scale * sum over slots s of weights[t][s] * (down . hidden[t * top_k + s] + b_down), as
+//                moe_down and moe_combine make it, bit for bit
 //
 // Grid y = items (an expert and up to TOKEN_TILE of its assignments; blocks beyond the last item end at once, so the
 // grid does not depend on the routing). moe_gate_up: grid x = 32 hidden rows, one 8-bit block, so that the block that
 // computes it also quantises it; 32 * ROW_LANES / LANE_ROWS threads. moe_down: grid x = BLOCK_WARPS * 32 / ROW_LANES *
-// LANE_ROWS rows.
+// LANE_ROWS rows. moe_down_sum: grid x = 32 / ROW_LANES * LANE_ROWS rows, y = tokens; a warp a slot, in turn.
 // -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 1 (no biases); -DTOKEN_TILE 1 2 4 8;
 // -DROW_LANES 8 16 32; -DLANE_ROWS 1 2 4; -DBLOCK_WARPS. Moves the rows of the experts in use, once per tile of tokens.
 
@@ -146,5 +148,58 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
         }
     }
 }
+
+#if TOKEN_TILE == 1
+
+#define MAX_SLOTS 32
+#define SUM_ROWS (32 / ROW_LANES * LANE_ROWS)  // of a block: every warp has the same rows, of other slots
+
+extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS / (BLOCK_WARPS * 32))
+    moe_down_sum(const float* __restrict__ h_f32,     // [T * top_k, n_hidden]
+                 const i8* __restrict__ h_values,     // [T * top_k, n_hidden]
+                 const float* __restrict__ h_scales,  // [T * top_k, n_hidden / 32]
+                 const int* __restrict__ h_sums,      // [T * top_k, n_hidden / 32]
+                 int n_hidden,
+                 const int* __restrict__ ids,         // [T * top_k], experts
+                 int n_experts, int top_k,
+                 const i64* __restrict__ addresses,   // [n_experts, n_pages]
+                 int n_pages, int first_page, int rows_per_page, int row_bytes,
+                 const float* __restrict__ bias,      // [n_experts, n_out], or null
+                 const float* __restrict__ weights,   // [T, top_k]
+                 float* __restrict__ out,             // [T, n_out]
+                 int n_out, int add, float scale) {
+    __shared__ float products[MAX_SLOTS][SUM_ROWS];
+    follow_predecessor();
+    Projection down = {addresses, n_pages, first_page, rows_per_page, row_bytes};
+    ActView h = {h_f32, h_values, h_scales, h_sums, n_hidden};
+    int lane = threadIdx.x & 31, sub = lane % ROW_LANES, local = lane / ROW_LANES * LANE_ROWS;
+    int block_first = (int)blockIdx.x * SUM_ROWS, token = blockIdx.y;
+    for (int round = 0; round < top_k; round += BLOCK_WARPS) {
+        int slot = round + (threadIdx.x >> 5);
+        int assignment[1] = {token * top_k + min(slot, top_k - 1)}, expert = __ldg(ids + assignment[0]);
+        bool chosen = (u32)expert < (u32)n_experts;  // not so in rows of padding, of whose sum nobody reads anything
+        expert = chosen ? expert : 0;
+        const u8* rows[LANE_ROWS];
+#pragma unroll
+        for (int r = 0; r < LANE_ROWS; r++) rows[r] = expert_row(down, expert, min(block_first + local + r, n_out - 1));
+        float acc[LANE_ROWS][1];
+        row_dots<FORMAT_DOWN, ROW_LANES, LANE_ROWS, 1>(rows, h, assignment, 1, sub, acc);
+#pragma unroll
+        for (int r = 0; r < LANE_ROWS; r++) {
+            int n = block_first + local + r;
+            if (r % ROW_LANES == sub && n < n_out && slot < top_k)
+                products[slot][local + r] = chosen ? finish_product(acc[r][0], bias, expert, n_out, n) : 0.0f;
+        }
+    }
+    __syncthreads();
+    int n = block_first + (int)threadIdx.x;
+    if (threadIdx.x >= SUM_ROWS || n >= n_out) return;
+    float sum = 0.0f;
+    for (int s = 0; s < top_k; s++) sum = fmaf(__ldg(weights + token * top_k + s), products[s][threadIdx.x], sum);
+    float* at = out + (i64)token * n_out + n;
+    *at = fmaf(scale, sum, add ? *at : 0.0f);
+}
+
+#endif
 
 #endif

@@ -65,7 +65,8 @@ class Workspace:
         for (name, width), rows in sorted(self._act_rows.items()):
             self._acts[(name, width)] = self.ops.act(rows * self.max_tokens, width)
         for (width, n_in), spec in self._moe_needs.items():
-            self._moe[(width, n_in)] = self.ops.moe_scratch(self.max_tokens, spec, n_in)
+            scratch = self._moe[(width, n_in)] = self.ops.moe_scratch(self.max_tokens, spec, n_in)
+            scratch.only_summed = True
 
     def array(self, name: str, n_tokens: int, width: int) -> Array:
         """View [n_tokens, width], contiguous."""

@@ -123,6 +123,9 @@ class Copier(Protocol):
     def alloc_host(self, n_bytes: int) -> np.ndarray:
         """uint8 [n_bytes] of host memory that the device can copy from fast (pinned where there is a device)."""
 
+    def is_pinned(self, array: np.ndarray) -> bool:
+        """True where the device can read an array of alloc_host in place."""
+
     def copy_in(self, address: int, source: np.ndarray) -> None:
         """Queue a copy of the bytes of `source` to a pool address. `source` stays untouched until `wait`."""
 
@@ -462,6 +465,8 @@ class MoeScratch:
 
     out: Array  # [max_tokens * k, n_out]
     private: Any
+    only_summed: bool = False
+    """Nothing but `moe_combine`, which follows the last `moe_experts`, reads `out`: it need not be written."""
 
 
 @dataclass(slots=True)

@@ -130,6 +130,19 @@ def experts_case(
     )
 
 
+def summed_at_once(ops: Ops, inputs: Inputs, spec: MoeSpec) -> np.ndarray:
+    """`out` of a case where only `moe_combine` reads what the experts give."""
+    table, pool = expert_table(ops, inputs)
+    n_tokens, n_in = inputs["x"].shape
+    scratch = ops.moe_scratch(n_tokens, spec, n_in)
+    scratch.only_summed = True
+    ops.moe_experts(filled_act(ops, inputs["x"]), ops.upload(inputs["ids"]), table, None, spec, scratch)
+    out = ops.upload(inputs["before"].copy())
+    ops.moe_combine(scratch, ops.upload(inputs["weights"]), out, True, 0.5)
+    del pool
+    return ops.download(out)
+
+
 def route_case(name: str, spec: MoeSpec, n_tokens: int, *, bias: bool = False, logits: Any = None) -> Case:
     """Ids must be equal to the reference's, weights close."""
 

@@ -36,7 +36,7 @@ def family(name: str) -> list[Kernel]:
 
 COMMON = [
     *matmul.COMMON_KERNELS, *moe.COMMON_KERNELS, routing.route_kernel(128), routing.route_kernel(1000),
-    routing.REPLAY_KERNEL,
+    routing.REPLAY_KERNEL, moe.down_sum_kernel("q6_k", 8, 2, 8), moe.down_sum_kernel("q5_0", 32, 2, 5, True),
     matmul.gemv_kernel(("q4_k", "q6_k"), 8, 32, 2),
     matmul.strip_kernel(("q4_k", "q6_k"), *matmul.linear_strip(4096, 2048, 32)),
     matmul.gemm_kernel(("q4_k", "q6_k"), 128, 64), moe.up_kernel("q4_k", "q5_k", 8, 8, 2),

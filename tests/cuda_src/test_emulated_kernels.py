@@ -31,7 +31,14 @@ EXPERTS = (
     "q4_k_m T=1", "q4_k_m T=8", "q4_k_m T=20", "three types T=7", "mxfp4 T=60", "biases T=64", "no gate T=64",
     "q8_0 T=700", "factors T=1", "factors T=7", "factors T=64", "iq1_m T=2", "iq2_s T=2", "iq3_s T=2",
 )  # fmt: skip
-ROUTES = ("ties", "E01 renormalised", "sigmoid in groups", "selected", "512 experts, the last ones win", "replayed T=97")
+ROUTES = (
+    "ties",
+    "E01 renormalised",
+    "sigmoid in groups",
+    "selected",
+    "512 experts, the last ones win",
+    "replayed T=97",
+)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +107,27 @@ def test_experts_are_equal_wherever_they_lie() -> None:
         ops.moe_experts(matmul_cases.filled_act(ops, x), ids, table, None, spec, scratch)
         results.append(scratch.out[:6].copy())
     assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
+
+
+@pytest.mark.parametrize(
+    ("down", "top_k", "width", "n_tokens"),
+    [("q8_0", 3, 256, 2), ("q6_k", 9, 256, 1), ("q5_0", 2, 1280, 1), ("q4_k", 2, 256, 5)],
+)
+def test_down_and_the_sum_in_one_kernel_are_equal_to_both(
+    down: str, top_k: int, width: int, n_tokens: int, emulator: emulate.Emulator
+) -> None:
+    """Slots beyond the block's warps, both numbers of lanes a row; five tokens are sorted and take two kernels."""
+    ops: Any = emulate.EmulatedOps()
+    spec = MoeSpec(10, top_k, width)
+    formats = {"gate": "q5_0", "up": "q5_0", "down": down}
+    case = moe_cases.experts_case("summed", formats, spec, 64, n_tokens, biases=top_k == 9, factors=top_k == 3)
+    inputs = case.inputs()
+    apart = case.run(ops, inputs)["out"]
+    first = len(emulator.launched)
+    at_once = moe_cases.summed_at_once(ops, inputs, spec)
+    names = [name for name in emulator.launched[first:] if name.startswith("moe_") and name != "moe_sort"]
+    assert names == (["moe_gate_up", "moe_down_sum"] if n_tokens < 5 else ["moe_gate_up", "moe_down", "moe_combine"])
+    assert np.array_equal(apart, at_once) and not np.array_equal(apart, inputs["before"])
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -39,6 +39,15 @@ def test_every_switch_of_kernel(ops: Any, n_tokens: int) -> None:
     cases.experts_case(f"switch T={n_tokens}", formats, MoeSpec(4, 2, 256), 256, n_tokens).check(ops)
 
 
+@pytest.mark.parametrize("n_tokens", [1, 3, 4, 5])
+@pytest.mark.parametrize("down", ["q4_k", "q6_k", "mxfp4"])
+def test_down_and_the_sum_in_one_kernel_are_equal_to_both(ops: Any, down: str, n_tokens: int) -> None:
+    spec = MoeSpec(16, 6, 768)
+    case = cases.experts_case("summed", {"gate": "q4_k", "up": "q4_k", "down": down}, spec, 512, n_tokens, biases=True)
+    inputs = case.inputs()
+    assert np.array_equal(case.run(ops, inputs)["out"], cases.summed_at_once(ops, inputs, spec))
+
+
 class Layer:
     """One layer's experts, in device memory and again in pinned host memory."""
 

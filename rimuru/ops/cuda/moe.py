@@ -20,6 +20,7 @@ from rimuru.base.errors import RimuruError
 from rimuru.base.units import ceil_div
 from rimuru.memory.specs import ExpertLayerLayout, ProjectionLayout
 from rimuru.ops.base import Act, Array, ExpertTable, MoeScratch
+from rimuru.ops.cuda import sorting
 from rimuru.ops.cuda.launch import Kernel
 from rimuru.ops.cuda.matmul import (
     ACT_BLOCK,
@@ -34,7 +35,7 @@ from rimuru.ops.cuda.matmul import (
     token_tile,
 )
 from rimuru.ops.cuda.pointwise import ACTIVATION_IDS
-from rimuru.ops.cuda.routing import MAX_EXPERTS, route_kernel
+from rimuru.ops.cuda.routing import route_kernel
 
 UNSORTED_TOKENS = 4
 """Up to this many tokens every assignment is an item by itself: few experts are met twice, and no sort is needed."""
@@ -48,8 +49,8 @@ MAX_STRIP_LOAD = 32
 STRIP_WARPS = 8
 """Warps of a block of the strip kernels, 16 weight rows each."""
 
-_SORT_THREADS = 1024
 _DOWN_WARPS = 8
+_MAX_SUM_SLOTS = 32  # experts of a token where down and the weighted sum are one kernel (moe/moe_decode.cu)
 _ITEMS = "items: *, n_items: i32*, order: i32*, ids: i32*, active: bool*, n_experts: i32, top_k: i32"
 _PAGES = "addresses: i64*, n_pages: i32"
 _UP_PAGES = (
@@ -58,20 +59,6 @@ _UP_PAGES = (
 )
 _DOWN_PAGES = "first_page: i32, rows_per_page: i32, row_bytes: i32"
 
-_sort = Kernel(
-    "moe/token_sort.cu",
-    "moe_sort",
-    "ids: i32*, active: bool*, order: i32*, items: *, n_items: i32*, n: i32, n_experts: i32, item_tokens: i32",
-)
-_sort_count = Kernel("moe/token_sort.cu", "moe_sort_count", "ids: i32*, block_counts: i32*, n: i32, n_experts: i32")
-_sort_scan = Kernel(
-    "moe/token_sort.cu",
-    "moe_sort_scan",
-    "block_counts: i32*, active: bool*, items: *, n_items: i32*, n_blocks: i32, n_experts: i32, item_tokens: i32",
-)
-_sort_place = Kernel(
-    "moe/token_sort.cu", "moe_sort_place", "ids: i32*, block_places: i32*, order: i32*, n: i32, n_experts: i32"
-)
 _combine = Kernel(
     "moe/combine.cu",
     "moe_combine",
@@ -79,7 +66,7 @@ _combine = Kernel(
 )
 
 
-COMMON_KERNELS = (_sort, _sort_count, _sort_scan, _sort_place, _combine)
+COMMON_KERNELS = (*sorting.KERNELS, _combine)
 """Kernels that do not depend on a tensor type or a number of experts."""
 
 
@@ -97,6 +84,7 @@ class ExpertBuffers:
     items: Array  # int32 [max items, 4]
     n_items: Array  # int32 [1]
     block_counts: Array  # int32 [ceil(A / 1024), n_experts]
+    left: _Left | None = None  # what `moe_experts` left to `moe_combine`
 
 
 def moe_scratch(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: bool = False) -> MoeScratch:
@@ -116,7 +104,7 @@ def moe_scratch(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: bool =
         cupy.empty(n, np.int32),
         cupy.empty((n, 4), np.int32),
         cupy.empty(1, np.int32),
-        cupy.empty((ceil_div(n, _SORT_THREADS), spec.n_experts), np.int32),
+        cupy.empty((ceil_div(n, sorting.THREADS), spec.n_experts), np.int32),
     )
     return MoeScratch(cupy.empty((n, n_in), np.float32), private)
 
@@ -124,7 +112,7 @@ def moe_scratch(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: bool =
 def moe_scratch_bytes(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: bool = False) -> int:
     """Bytes that `moe_scratch` takes; for the ledger."""
     n, hidden = max_tokens * spec.top_k, spec.width
-    total = n * (4 * hidden + 4 * n_in + 4 + 16) + 4 + 4 * ceil_div(n, _SORT_THREADS) * spec.n_experts
+    total = n * (4 * hidden + 4 * n_in + 4 + 16) + 4 + 4 * ceil_div(n, sorting.THREADS) * spec.n_experts
     if hidden % ACT_BLOCK == 0:
         total += n * (hidden + 8 * (hidden // ACT_BLOCK))
         if _has_halves(max_tokens, spec, n_in, deterministic):
@@ -172,6 +160,20 @@ def down_kernel(down: str, tile: int, lanes: int, rows: int, scaled: bool = Fals
         "FORMAT_DOWN": down, "TOKEN_TILE": tile, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": _DOWN_WARPS,
     }  # fmt: skip
     return Kernel("moe/moe_decode.cu", "moe_down", signature, defines | _SCALED[scaled])
+
+
+@cache
+def down_sum_kernel(down: str, lanes: int, rows: int, top_k: int, scaled: bool = False) -> Kernel:
+    """down and the weighted sum for few tokens, each assignment by itself; as many warps as have equally many slots."""
+    warps = ceil_div(top_k, ceil_div(top_k, _DOWN_WARPS))
+    signature = (
+        "h_f32: f32*, h_values: i8*, h_scales: f32*, h_sums: i32*, n_hidden: i32, ids: i32*, n_experts: i32,"
+        f"top_k: i32, {_PAGES}, {_DOWN_PAGES}, bias: f32*, weights: f32*, out: f32*, n_out: i32, add: i32, scale: f32"
+    )
+    defines: dict[str, int | str] = {
+        "FORMAT_DOWN": down, "TOKEN_TILE": 1, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": warps,
+    }  # fmt: skip
+    return Kernel("moe/moe_decode.cu", "moe_down_sum", signature, defines | _SCALED[scaled])
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,24 +253,6 @@ def dot_tile(n_tokens: int, load: float) -> int:
     return 1 if n_tokens <= UNSORTED_TOKENS else token_tile(max(2, int(2 * load)))
 
 
-def sort_assignments(ids: Array, active: Array | None, n_experts: int, item_tokens: int, buffers: ExpertBuffers) -> int:
-    """Fill order and items of `buffers`; returns the number of items in the worst case."""
-    n = ids.size
-    if n_experts > MAX_EXPERTS:
-        raise RimuruError(f"{n_experts} experts in a layer: the CUDA kernels take up to {MAX_EXPERTS}")
-    if n <= _SORT_THREADS:
-        outputs = (buffers.order, buffers.items, buffers.n_items)
-        _sort((1,), (_SORT_THREADS,), (ids, active, *outputs, n, n_experts, item_tokens))
-    else:
-        blocks = ceil_div(n, _SORT_THREADS)
-        counts = buffers.block_counts
-        _sort_count((blocks,), (_SORT_THREADS,), (ids, counts, n, n_experts))
-        scan = (counts, active, buffers.items, buffers.n_items, blocks, n_experts, item_tokens)
-        _sort_scan((1,), (_SORT_THREADS,), scan)
-        _sort_place((blocks,), (_SORT_THREADS,), (ids, counts, buffers.order, n, n_experts))
-    return min(n, n_experts + n // item_tokens)
-
-
 @dataclass(slots=True)
 class _Call:
     """What the two launches of one moe_experts call share."""
@@ -283,6 +267,9 @@ class _Call:
 
     def projection(self, name: str) -> ProjectionLayout | None:
         return self.table.layout.projection(name)
+
+    def down_pages(self, down: ProjectionLayout) -> tuple[Any, ...]:
+        return self.table.addresses, self.table.layout.n_pages, down.first_page, down.rows_per_page, down.row_bytes
 
     @property
     def scaled(self) -> bool:
@@ -301,8 +288,30 @@ class _Call:
         return (*self.item_arguments, *addresses, *pages, self.vector("gate"), self.vector("up"), self.buffers.hidden)
 
     def down_arguments(self, down: ProjectionLayout) -> tuple[Any, ...]:
-        pages = (self.table.addresses, self.table.layout.n_pages, down.first_page, down.rows_per_page, down.row_bytes)
-        return (*self.item_arguments, *pages, self.vector("down"), self.out, down.n_rows)
+        return (*self.item_arguments, *self.down_pages(down), self.vector("down"), self.out, down.n_rows)
+
+
+@dataclass(slots=True)
+class _Left:
+    """The down projection that `moe_combine` does together with the sum."""
+
+    call: _Call
+    down: ProjectionLayout
+    ids: Array
+
+    def finish(self, weights: Array, out: Array, add: bool, scale: float) -> None:
+        call, down, buffers = self.call, self.down, self.call.buffers
+        (n_tokens, top_k), n_experts = self.ids.shape, call.table.layout.n_experts
+        lanes, rows = down_shape(down.n_in, 1)
+        kernel = down_sum_kernel(down.format.name, lanes, rows, top_k, call.scaled)
+        kernel(
+            (ceil_div(down.n_rows, 32 // lanes * rows), n_tokens),
+            (32 * int(kernel.defines["BLOCK_WARPS"]),),
+            (
+                buffers.hidden, buffers.values, buffers.scales, buffers.sums, down.n_in, self.ids, n_experts, top_k,
+                *call.down_pages(down), call.vector("down"), weights, out, down.n_rows, int(add), scale,
+            ),
+        )  # fmt: skip
 
 
 def moe_experts(
@@ -322,10 +331,13 @@ def moe_experts(
     tile = up_matrix_shape(load).tokens if on_matrices else dot_tile(n_tokens, load)
     items, n_items, order, max_items = None, None, None, ids.size
     if tile > 1:
-        max_items = sort_assignments(ids, active, n_experts, tile, buffers)
+        max_items = sorting.sort_assignments(ids, active, n_experts, tile, buffers)
         items, n_items, order = buffers.items, buffers.n_items, buffers.order
     arguments = (items, n_items, order, ids, active, n_experts, top_k)
     call = _Call(x, table, spec, buffers, scratch.out, arguments, max_items)
+    # Where every expert can be read now, this call is the only one before the sum.
+    leaves_down = tile == 1 and scratch.only_summed and active is None and top_k <= _MAX_SUM_SLOTS
+    buffers.left = _Left(call, down, ids) if leaves_down else None
     if on_matrices:
         _experts_on_tensor_cores(call, up, down, load, ids.size)
     else:
@@ -333,6 +345,7 @@ def moe_experts(
 
 
 def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: ProjectionLayout, tile: int) -> None:
+    """gate_up, and down where it is not left to the sum."""
     buffers, quant, gate = call.buffers, call.x.quant, call.projection("gate")
     gate_name = None if gate is None else gate.format.name
     lanes, rows = up_shape(up.n_in, tile)
@@ -346,6 +359,8 @@ def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: Projection
             ACTIVATION_IDS[call.spec.activation],
         ),
     )  # fmt: skip
+    if buffers.left is not None:
+        return
     lanes, rows = down_shape(down.n_in, tile)
     down_kernel(down.format.name, tile, lanes, rows, call.scaled)(
         (ceil_div(down.n_rows, _DOWN_WARPS * (32 // lanes) * rows), call.max_items),
@@ -410,6 +425,9 @@ def experts_kernels(
                 up_kernel(gate_name, up.format.name, tile, *up_shape(up.n_in, tile), scaled),
                 down_kernel(down.format.name, tile, *down_shape(down.n_in, tile), scaled),
             )
+        if dot_tile(n_tokens, load) == 1:
+            kernel = down_sum_kernel(down.format.name, *down_shape(down.n_in, 1), spec.top_k, scaled)
+            found[id(kernel)] = kernel
         found |= {id(kernel): kernel for kernel in pair}
     return [*COMMON_KERNELS, route_kernel(layout.n_experts), *found.values()]
 
@@ -418,6 +436,10 @@ def moe_combine(scratch: MoeScratch, weights: Array, out: Array, add: bool, scal
     """See Ops.moe_combine."""
     n_tokens, top_k = weights.shape
     width = out.shape[1]
+    left, scratch.private.left = scratch.private.left, None
+    if left is not None:
+        left.finish(weights, out, add, scale)
+        return
     if width % 4:
         raise RimuruError(f"experts of output width {width}: the CUDA kernels need a multiple of 4")
     threads = min(256, 32 * ceil_div(width // 4, 32)) if n_tokens > 16 else 64
