@@ -154,8 +154,11 @@ def test_clients_never_see_each_other(model: Path, device: str, cold: LLM) -> No
             for thread in clients:
                 thread.join()
         assert not wrong
-        assert len(llm.loaded.engine.cache) == 0
-        llm.loaded.engine.audit()
+        engine = llm.loaded.engine
+        while engine.has_work:  # on a GPU the last step of a cancelled request may still be under way
+            engine.step()
+        assert len(engine.cache) == 0
+        engine.audit()
 
 
 def test_pieces_and_states_in_ram(model: Path, device: str) -> None:
