@@ -68,11 +68,12 @@ async function ask(text) {
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
       if (event.usage) tokens = event.usage.completion_tokens;
+      const box = $("messages"), follows = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
       const delta = event.choices.length ? event.choices[0].delta : {};
       if (delta.reasoning_content) view.thought.textContent += delta.reasoning_content;
       if (delta.content) { answer += delta.content; view.body.textContent = answer; }
       if (delta.content || delta.reasoning_content) { last = performance.now(); first = first ?? last; }
-      $("messages").scrollTop = $("messages").scrollHeight;
+      if (follows) $("messages").scrollTop = $("messages").scrollHeight;
     }
     if (tokens > 1 && last > first) {
       const rate = document.createElement("span");
@@ -126,9 +127,9 @@ function color(owner, layers) {
   const number = Number(owner.slice(1));
   switch (kindOf(owner)) {
     case "e": return `hsl(${200 + 70 * (number / Math.max(1, layers - 1))} 60% ${number % 2 ? 52 : 60}%)`;
-    case "r": return `hsl(${(20 + number * 47) % 130} 80% 48%)`;
+    case "r": return `hsl(${(5 + number * 37) % 100} 85% 48%)`;
     case "b": return "#8a8f9f";
-    case "p": return "#a85fc9";
+    case "p": return "#cbb994";
     case "s": return "#2a9d6f";
     default: return "#c0508f";
   }
@@ -139,10 +140,13 @@ function nameOf(owner) {
   return { e: "experts of layer " + number, r: "request " + number }[kindOf(owner)] || KINDS[kindOf(owner)];
 }
 
+// The largest square cells with which the picture stays within PICTURE_HEIGHT.
+const PICTURE_HEIGHT = 240, LARGEST_CELL = 96, SMALLEST_CELL = 3;
 function layoutOf(n, width) {
-  const columns = Math.max(8, Math.min(n, Math.round(Math.sqrt(n * 3))));
-  const size = Math.max(3, Math.min(26, Math.floor(width / columns)));
-  return { columns: Math.max(1, Math.floor(width / size)), size };
+  let size = LARGEST_CELL;
+  const columns = () => Math.max(1, Math.floor(width / size));
+  while (size > SMALLEST_CELL && Math.ceil(n / columns()) * size > PICTURE_HEIGHT) size -= 1;
+  return { columns: columns(), size };
 }
 
 function drawPool(state) {
@@ -254,12 +258,14 @@ async function refresh() {
   } catch { setStatus("The server does not answer."); return false; }
 }
 
+const POINT_AT_IT = $("pool-cell").textContent;
+$("pool").addEventListener("mouseleave", () => { $("pool-cell").textContent = POINT_AT_IT; });
 $("pool").addEventListener("mousemove", (event) => {
   if (!shown) return;
   const box = $("pool").getBoundingClientRect();
   const column = Math.floor((event.clientX - box.left) / shown.size), row = Math.floor((event.clientY - box.top) / shown.size);
   const index = row * shown.columns + column, parts = column < shown.columns ? shown.state.pool.cells[index] : undefined;
-  $("pool-cell").textContent = parts === undefined ? "\u00a0"
+  $("pool-cell").textContent = parts === undefined ? POINT_AT_IT
     : `Cell ${index}: ` + (parts.map(([owner, share]) => `${nameOf(owner)} ${(100 * share).toFixed(0)}%`).join(", ") || "free");
 });
 window.addEventListener("resize", () => { if (shown) drawPool(shown.state); });
