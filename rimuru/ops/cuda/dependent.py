@@ -16,6 +16,9 @@ from typing import Any
 from rimuru.base import env
 
 MIN_CAPABILITY = 90
+MIN_DRIVER = 12030
+"""CUDA 12.3: the first driver that keeps dependent launches when they are captured."""
+
 _STREAM_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 
@@ -61,7 +64,7 @@ def launcher() -> DependentLaunch | None:
         return None
     import cupy
 
-    if int(cupy.cuda.Device().compute_capability) < MIN_CAPABILITY:
+    if int(cupy.cuda.Device().compute_capability) < MIN_CAPABILITY or cupy.cuda.runtime.driverGetVersion() < MIN_DRIVER:
         return None
     try:
         library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
