@@ -12,7 +12,7 @@ from typing import Any
 
 import rimuru.ops as backends
 from rimuru.arch.registry import can_run, read_config, require_runnable
-from rimuru.arch.spec import ModelConfig, MoeSpec
+from rimuru.arch.spec import ModelConfig
 from rimuru.arch.tensors import check_tensors, expert_tensors
 from rimuru.base.errors import BadInputError, FileFormatError, NotEnoughMemoryError
 from rimuru.base.units import ceil_div, human_bytes
@@ -24,13 +24,11 @@ from rimuru.engine.resize import resize_pool
 from rimuru.engine.resolve import (
     MIN_CONTEXT_TOKENS,
     Resolved,
-    buffer_experts,
     check_context,
     kv_element,
     longest_request,
     piece_lengths,
     pool_limit_bytes,
-    ram_bytes,
     request_bytes,
     resolve,
     snapshot_ram_bytes,
@@ -42,11 +40,13 @@ from rimuru.engine.room import CompactingRoom, ElasticPolicy, ExpertRoom
 from rimuru.engine.runner import Runner
 from rimuru.engine.sampler import Sampler
 from rimuru.engine.scheduler import Scheduler
+from rimuru.engine.stores import ExpertStore, LateStore, StoreParts, expert_ram_bytes, needs_disk, wave_buffers
 from rimuru.experts.device_places import n_loading_buffers, places_bytes
 from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.hotset import find_profile
 from rimuru.experts.source import ExpertSource, GgufExpertSource, open_source
-from rimuru.experts.store import HostExpertStore, even_quotas
+from rimuru.experts.store import even_quotas
+from rimuru.experts.tiered_store import TieredExpertStore
 from rimuru.formats.expert_blob import is_blob_folder
 from rimuru.formats.gguf import GgufFile, check_formats, open_gguf
 from rimuru.forward.context import BuildContext
@@ -57,7 +57,6 @@ from rimuru.memory.cache import SequenceCache
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.planner import plan_layout
 from rimuru.memory.specs import PoolLayout
-from rimuru.memory.views import ExpertView
 from rimuru.ops.base import Array, Ops, PoolMemory
 from rimuru.text.chat_template import ChatTemplate
 from rimuru.text.tokenizer import Tokenizer
@@ -82,7 +81,7 @@ class LoadedModel:
     engine: Engine
     pool: PagePool
     pool_memory: PoolMemory
-    store: HostExpertStore | DeviceExpertStore | None
+    store: ExpertStore | None
     room: CompactingRoom
     source: ExpertSource | None
     tokenizer: Tokenizer | None
@@ -105,6 +104,8 @@ class LoadedModel:
         if self.store is not None:
             report["hit_rate"] = self.store.counters.hit_rate
             report["read_bytes"] = self.store.counters.read_bytes
+        if isinstance(self.store, TieredExpertStore):
+            report["tiers"] = self.store.tiers()
         if isinstance(self.room, ExpertRoom):
             report["decisions"] = self.room.decisions.snapshot()
         return report
@@ -217,7 +218,7 @@ class _Builder:
         self.layout, self.resolved, self.ops, self.progress = layout, resolved, ops, progress
         self.expected_dense_bytes = dense_bytes
         self._done = 0
-        self.store: HostExpertStore | DeviceExpertStore | None = None
+        self.store: ExpertStore | None = None
 
     def build(self) -> LoadedModel:
         resolved, ops = self.resolved, self.ops
@@ -234,7 +235,7 @@ class _Builder:
         resolved, ops, layout = self.resolved, self.ops, self.layout
         self.reader = TensorReader(self.gguf, ops, self._advance)
         self.workspace = Workspace(ops, resolved.max_step_tokens)
-        reader_stand_in = _LateStore()
+        reader_stand_in = LateStore()
         context = BuildContext(
             self.model_config, self.gguf, ops, self.reader, self.workspace, layout, self.memory.base,
             reader_stand_in if layout.expert is not None else None, resolved.n_positions,
@@ -258,7 +259,8 @@ class _Builder:
             room = elastic if self.quotas is None else room
             room.store = elastic.store = self.store
         sampler = Sampler(ops, most_rows)
-        runner = Runner(model, ops, sampler.ids, self._is_watched)
+        waits_for_ids = isinstance(self.store, TieredExpertStore)
+        runner = Runner(model, ops, sampler.ids, self._is_watched, may_replay=not waits_for_ids)
         sizes = sorted({ops.padded_sequences(n) for n in range(1, resolved.max_sequences + 1)})
         wait_for_kernels = ops.prepare(runner.all_rows, rehearsal_batches(resolved.max_step_tokens, sizes, layout))
         self._fill_store()
@@ -271,6 +273,7 @@ class _Builder:
             frozenset(tokenizer.eog_ids) if tokenizer is not None else frozenset(), self.config.seed, self.store,
             call_openers(tokenizer),
         )  # fmt: skip
+        engine.overlaps = engine.overlaps and not waits_for_ids
         return LoadedModel(
             self.gguf, self.model_config, layout, resolved, ops, engine, self.pool, self.memory, self.store, room,
             self.source, tokenizer, None if tokenizer is None else ChatTemplate(tokenizer), dense_bytes, scratch_bytes,
@@ -330,15 +333,14 @@ class _Builder:
                 f"dense weights ({human_bytes(dense_bytes)}) and scratch ({human_bytes(scratch_bytes)}) leave no page "
                 f"of the memory budget of {human_bytes(resolved.memory_bytes)}; give more --memory"
             )
-        top_k = max(
-            (layer.ffn.top_k for layer in self.model_config.layers if isinstance(layer.ffn, MoeSpec)), default=0
-        )
         self.n_buffers = 0
-        if layout.expert is not None and resolved.device == "cpu":
-            self.n_buffers = buffer_experts(layout.expert, top_k, left)
+        bytes_in_ram = expert_ram_bytes(self.config, resolved.device, layout)
+        self.needs_disk = needs_disk(layout.expert, resolved.device, left, bytes_in_ram)
+        if layout.expert is not None and (resolved.device == "cpu" or self.needs_disk):
+            self.n_buffers = wave_buffers(self.model_config, layout.expert, left)
         self.quotas = self._quotas(left)
         brings = self.config.prefetch and self.config.fill_on_read
-        if layout.expert is not None and resolved.device == "cuda" and brings:
+        if layout.expert is not None and resolved.device == "cuda" and brings and not self.needs_disk:
             spare_bytes = left - self._reserved_pages() * layout.expert.page_bytes
             self.n_buffers = n_loading_buffers(layout.expert, left, spare_bytes)
         if not resolved.memory_is_given:
@@ -392,24 +394,23 @@ class _Builder:
 
     def _make_store(
         self, biases: list[dict[str, Array]], factors: list[dict[str, Array]], room: ExpertRoom
-    ) -> HostExpertStore | DeviceExpertStore:
+    ) -> ExpertStore:
         """The expert store, still empty."""
         layout = self.layout.expert
         assert layout is not None
         if self.source is None:
             self.source = GgufExpertSource(self.gguf, layout)
-        view, copier, n_threads = ExpertView(self.pool), self.ops.copier(), min(self.resolved.threads, 8)
-        if self.resolved.device == "cuda":
-            return DeviceExpertStore(
-                layout, self.pool, view, self.source, self.ops, copier, biases, self.quotas, room.may_grow,
-                max(0, ram_bytes(self.config) - self.snapshot_ram_bytes - self.swap_ram_bytes), n_threads,
-                self.config.residency, factors, self.config.fill_on_read, self.n_buffers,
-            )  # fmt: skip
-        return HostExpertStore(
-            layout, self.pool, view, self.source, copier, biases, self.n_buffers, self.quotas,
-            room.may_grow, self.config.fill_on_read, n_threads, self.config.residency,
-            factors,
+        parts = StoreParts(
+            layout, self.pool, self.source, self.ops, self.ops.copier, biases, factors, self.quotas, room, self.config,
+            min(self.resolved.threads, 8),
         )  # fmt: skip
+        if self.resolved.device == "cpu":
+            return parts.host(self.n_buffers)
+        bytes_in_ram = expert_ram_bytes(self.config, self.resolved.device, self.layout)
+        store = None if self.needs_disk else parts.device(self.n_buffers, bytes_in_ram)
+        if store is None and not self.needs_disk:
+            self.n_buffers = wave_buffers(self.model_config, layout, self.pool.total_bytes)
+        return store or parts.tiered(self.n_buffers, bytes_in_ram)
 
     def _fill_store(self) -> None:
         """Load experts: a fixed number of residents, or as many as leave the reserve of free pages."""
@@ -433,17 +434,6 @@ class _Builder:
                 f"{sum(quotas)} resident experts were asked for, but only {n_loaded} fit in "
                 f"{human_bytes(self.resolved.memory_bytes)}; give more --memory or fewer experts"
             )
-
-
-@dataclass(slots=True)
-class _LateStore:
-    """Stands in for the store while layers are built: the store needs the pool, whose size needs the layers."""
-
-    store: HostExpertStore | DeviceExpertStore | None = None
-
-    def waves(self, layer_slot: int, ids: Array, positions: Array) -> Any:
-        assert self.store is not None
-        return self.store.waves(layer_slot, ids, positions)
 
 
 def n_resident_experts(asked: int | float, n_experts: int) -> int:

@@ -15,16 +15,22 @@ class Runner:
     """`run` gives the logits that are sampled from; `run_scored` those of every token, in groups of rows."""
 
     def __init__(
-        self, model: Model, ops: Ops, sampled_ids: Array, is_watched: Callable[[], bool] = lambda: True
+        self,
+        model: Model,
+        ops: Ops,
+        sampled_ids: Array,
+        is_watched: Callable[[], bool] = lambda: True,
+        may_replay: bool = True,
     ) -> None:
         """sampled_ids: int32 [rows], where the sampler leaves a step's tokens. is_watched(): whether the next step
-        watches its experts; captured steps do or do not."""
-        self.model, self.ops, self.sampled_ids, self.is_watched = model, ops, sampled_ids, is_watched
+        watches its experts; captured steps do or do not. may_replay: layers need nothing of the host meanwhile."""
+        self.model, self.ops, self.sampled_ids = model, ops, sampled_ids
+        self.is_watched, self.may_replay = is_watched, may_replay
 
     def run(self, batch: Batch) -> Array:
         """float32 [R, n_vocab] for Batch.logit_rows, R at most the model's max_logit_rows; None where R is 0."""
         n_rows = len(batch.logit_rows)
-        if batch.is_decode and n_rows == batch.n_seqs:
+        if self.may_replay and batch.is_decode and n_rows == batch.n_seqs:
             return self.ops.run_decode(batch, self.all_rows if self.is_watched() else self.all_rows_unwatched)[:n_rows]
         step = self.ops.stage(batch)
         self.ops.take_tokens(step.token_ids, self.sampled_ids)

@@ -22,12 +22,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import pairwise
 
 import numpy as np
 
-from rimuru.base.errors import AuditError
+from rimuru.base.errors import AuditError, NotEnoughMemoryError
 from rimuru.base.units import human_bytes
+from rimuru.experts.copies import Staging, copy_in, copy_out
 from rimuru.experts.device_places import DevicePlaces, Heard
 from rimuru.experts.host_arena import BLOCK_BYTES, HostArena
 from rimuru.experts.residency import DECAY_TOKENS, ResidencyPolicy
@@ -35,7 +35,7 @@ from rimuru.experts.residents import ResidentSet
 from rimuru.experts.source import ExpertSource
 from rimuru.experts.store import MOST_COUNTED_TOKENS, StoreCounters
 from rimuru.forward.context import Wave
-from rimuru.memory.adjuster import StepRates
+from rimuru.memory.adjuster import StepClock, StepRates
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import ExpertLayout
 from rimuru.memory.views import ExpertView
@@ -91,7 +91,7 @@ class DeviceExpertStore(ResidentSet):
         self.source, self.ops, self.copier, self.n_threads = source, ops, copier, n_threads
         self.counters = StoreCounters()
         self.rates = StepRates()
-        self.arena = HostArena(copier.alloc_host, ram_bytes)
+        self.arena = HostArena(copier.alloc_host, ram_bytes, copier.is_pinned)
         self._host: dict[tuple[int, int], np.ndarray] = {}
         self._coming: dict[tuple[int, int], tuple[np.ndarray, object]] = {}
         self.by_device = fill_on_read and self._keeps_all_at_home(ram_bytes)
@@ -106,7 +106,7 @@ class DeviceExpertStore(ResidentSet):
         """Whether the running step counts, and brings in what it misses."""
         self._n_empty = 0
         self._n_steps = 0
-        self._clock = _StepClock()
+        self._clock = StepClock()
         self._step_tokens = 1
         self._tables = [
             ExpertTable(layer, layout.page_bytes, places.addresses, biases[slot], factors[slot] if factors else {})
@@ -154,7 +154,7 @@ class DeviceExpertStore(ResidentSet):
             if pages is None or self.by_device:
                 self._host[slot, expert] = self.arena.take(self._expert_bytes(slot))
         n_staging = 0 if self.by_device else min(N_STAGING, len(places))
-        staging = _Staging(self.copier, n_staging, self.layout.max_pages * self.layout.page_bytes)
+        staging = Staging(self.copier, n_staging, self.layout.max_pages * self.layout.page_bytes)
         pending: deque[tuple[int, int, np.ndarray | None, int, Future[None]]] = deque()
 
         def finish_oldest() -> None:
@@ -164,7 +164,8 @@ class DeviceExpertStore(ResidentSet):
                 self._place_in_host(slot, expert)
             else:
                 home = self._host.get((slot, expert))
-                self._copy_in(staging.buffers[number][: self._expert_bytes(slot)] if home is None else home, pages)
+                data = staging.buffers[number][: self._expert_bytes(slot)] if home is None else home
+                copy_in(self.copier, self.pool, data, pages)
                 staging.on_its_way(number)
                 self.settle(slot, expert, pages)
             progress(self.layout.layers[slot].useful_bytes)
@@ -222,7 +223,7 @@ class DeviceExpertStore(ResidentSet):
         for slot, expert in residents:
             pages = self.view.pages(slot, expert)
             assert pages is not None
-            self._copy_in(self._host[slot, expert], pages)
+            copy_in(self.copier, self.pool, self._host[slot, expert], pages)
         self.copier.wait()
         n_bytes = sum(self._expert_bytes(slot) for slot, _ in residents)
         self.rates.link_bytes_per_s = n_bytes / max(time.perf_counter() - started, 1e-9)
@@ -240,12 +241,6 @@ class DeviceExpertStore(ResidentSet):
         if pages is not None and left is not None:
             left[slot] -= 1
         return pages
-
-    def _copy_in(self, data: np.ndarray, pages: np.ndarray) -> None:
-        """Queue the copy of an expert's pages; runs of neighbouring pages go as one."""
-        page_bytes, addresses = self.layout.page_bytes, self.pool.addresses("expert", pages)
-        for first, last in _runs(addresses, page_bytes):
-            self.copier.copy_in(int(addresses[first]), data[first * page_bytes : last * page_bytes])
 
     def _place_in_host(self, slot: int, expert: int) -> np.ndarray | None:
         """From now on the expert is read from its host slot; gives the pool pages it had."""
@@ -265,13 +260,17 @@ class DeviceExpertStore(ResidentSet):
             if freed:
                 self.pool.free("expert", np.concatenate(freed))
             return victims
-        page_bytes = self.layout.page_bytes
-        for slot, expert in victims:
+        for number, (slot, expert) in enumerate(victims):
             pages = self.view.pages(slot, expert)
             assert pages is not None, "only a resident can be taken out"
-            data = self._host[slot, expert] = self.arena.take(self._expert_bytes(slot))
-            for first, last in _runs(addresses := self.pool.addresses("expert", pages), page_bytes):
-                self.copier.copy_out(data[first * page_bytes : last * page_bytes], int(addresses[first]))
+            try:
+                data = self.arena.take(self._expert_bytes(slot))
+            except NotEnoughMemoryError as error:
+                log.warning("%d of %d experts stay in the pool: %s", len(victims) - number, len(victims), error)
+                victims = victims[:number]
+                break
+            self._host[slot, expert] = data
+            copy_out(self.copier, self.pool, data, pages)
         self.copier.wait()
         for slot, expert in victims:
             self.pool.free("expert", self.take_out(slot, expert))
@@ -305,7 +304,7 @@ class DeviceExpertStore(ResidentSet):
             self._n_empty += 1
             self.residency.resident[slot, expert] = True
             return
-        self._copy_in(self._host[slot, expert], pages)
+        copy_in(self.copier, self.pool, self._host[slot, expert], pages)
         self._coming[slot, expert] = pages, self.copier.record()
         self.counters.n_read += 1
         self.counters.read_bytes += self.layout.layers[slot].useful_bytes
@@ -438,59 +437,3 @@ class DeviceExpertStore(ResidentSet):
                 f"{int((self._holders >= 0).sum())} places, {self.residency.n_resident} residents with {n_pages} "
                 f"pages, {self._n_loading_pages} being filled: the pool lent {lent} to experts"
             )
-
-
-class _StepClock:
-    """Mean time from one step's start to the next one's, pauses left out."""
-
-    def __init__(self) -> None:
-        self._last: float | None = None
-        self._sum_s, self._n = 0.0, 0
-
-    def tick(self) -> None:
-        """A step starts."""
-        now = time.perf_counter()
-        if self._last is not None:
-            self._sum_s, self._n = self._sum_s + now - self._last, self._n + 1
-        self._last = now
-
-    def stop(self) -> None:
-        """Nothing runs until the next step."""
-        self._last = None
-
-    def mean_s(self) -> float:
-        """Since the last call; 0 where no step has followed another."""
-        mean = self._sum_s / self._n if self._n else 0.0
-        self._sum_s, self._n = 0.0, 0
-        return mean
-
-
-class _Staging:
-    """Pinned buffers between the file and the device, while a model is loaded."""
-
-    def __init__(self, copier: Copier, n_buffers: int, n_bytes: int) -> None:
-        self.copier = copier
-        self.buffers = [copier.alloc_host(n_bytes) for _ in range(n_buffers)]
-        self._free = list(range(n_buffers))
-        self._in_flight: deque[tuple[object, int]] = deque()
-
-    def take(self, wait: bool) -> int:
-        """Number of a free buffer; -1 where none is free and `wait` is not asked for."""
-        while self._in_flight and ((wait and not self._free) or self.copier.done(self._in_flight[0][0])):
-            marker, number = self._in_flight.popleft()
-            self.copier.wait(marker)
-            self._free.append(number)
-        return self._free.pop() if self._free else -1
-
-    def on_its_way(self, number: int) -> None:
-        """The buffer's copy (number -1: of no buffer) has been queued; it is free when that is done."""
-        if number < 0:
-            return
-        self._in_flight.append((self.copier.record(), number))
-
-
-def _runs(addresses: np.ndarray, page_bytes: int) -> list[tuple[int, int]]:
-    """(first, last + 1) of runs of pages that lie side by side."""
-    breaks = np.flatnonzero(np.diff(addresses) != page_bytes) + 1
-    edges = [0, *breaks.tolist(), len(addresses)]
-    return list(pairwise(edges))

@@ -13,15 +13,26 @@ BLOCK_BYTES = 256 * MIB
 """Pinned memory is made in blocks of this size, when it is needed: pinning costs about 30 ms a GiB."""
 
 
+class PinningError(NotEnoughMemoryError):
+    """The system does not pin as much memory as was asked for: a device cannot read it where it lies."""
+
+
 class HostArena:
     """Slots of whole pages in blocks from `alloc_host` (uint8 [n_bytes], pinned where there is a device).
 
     Slots of one size are kept in a list of their own when they come back: a model has few expert sizes.
+    is_readable(block): whether a device can read a block in place; None where nobody wants to.
     """
 
-    def __init__(self, alloc_host: Callable[[int], np.ndarray], limit_bytes: int) -> None:
-        self._alloc_host, self.limit_bytes = alloc_host, limit_bytes
+    def __init__(
+        self,
+        alloc_host: Callable[[int], np.ndarray],
+        limit_bytes: int,
+        is_readable: Callable[[np.ndarray], bool] | None = None,
+    ) -> None:
+        self._alloc_host, self.limit_bytes, self._is_readable = alloc_host, limit_bytes, is_readable
         self._blocks: list[np.ndarray] = []
+        self._spare: list[np.ndarray] = []
         self._next = 0
         self._free: dict[int, list[np.ndarray]] = {}
         self.used_bytes = 0
@@ -29,10 +40,18 @@ class HostArena:
     @property
     def held_bytes(self) -> int:
         """Bytes of all blocks, used or not."""
-        return sum(block.nbytes for block in self._blocks)
+        return sum(block.nbytes for block in (*self._blocks, *self._spare))
+
+    def reserve(self, n_bytes: int) -> None:
+        """Make blocks for n_bytes more now. Raises PinningError where a device cannot read one; NotEnoughMemoryError
+        beyond the limit."""
+        wanted = self.held_bytes + n_bytes
+        while self.held_bytes < min(wanted, self.limit_bytes):
+            self._spare.append(self._new_block(1))
 
     def take(self, n_bytes: int) -> np.ndarray:
-        """A slot uint8 [n_bytes]. Raises NotEnoughMemoryError beyond the limit."""
+        """A slot uint8 [n_bytes]. Raises NotEnoughMemoryError beyond the limit, PinningError where a device cannot read
+        the memory."""
         freed = self._free.get(n_bytes)
         if freed:
             slot = freed.pop()
@@ -45,14 +64,23 @@ class HostArena:
         return slot
 
     def _add_block(self, n_bytes: int) -> None:
+        fitting = [block for block in self._spare if block.nbytes >= n_bytes]
+        if fitting:
+            self._spare = [block for block in self._spare if block is not fitting[0]]
+        self._blocks.append(fitting[0] if fitting else self._new_block(n_bytes))
+        self._next = 0
+
+    def _new_block(self, n_bytes: int) -> np.ndarray:
         size = max(min(BLOCK_BYTES, self.limit_bytes - self.held_bytes), n_bytes)
         if self.held_bytes + size > self.limit_bytes:
             raise NotEnoughMemoryError(
                 f"experts outside the device need more than the {human_bytes(self.limit_bytes)} of RAM they may take; "
                 "give more --ram or more --memory"
             )
-        self._blocks.append(self._alloc_host(size))
-        self._next = 0
+        block = self._alloc_host(size)
+        if self._is_readable is not None and not self._is_readable(block):
+            raise PinningError(f"the system does not pin more than {human_bytes(self.held_bytes)} of RAM")
+        return block
 
     def give_back(self, slot: np.ndarray) -> None:
         """A slot that nothing reads any more."""

@@ -187,8 +187,7 @@ class HostExpertStore(ResidentSet):
             for expert in group.tolist():
                 self.view.place_elsewhere(slot, expert, 0)
 
-    @staticmethod
-    def _mask(table: ExpertTable, experts: np.ndarray) -> np.ndarray:
+    def _mask(self, table: ExpertTable, experts: np.ndarray) -> Array:
         active = np.zeros(table.layout.n_experts, np.bool_)
         active[experts] = True
         return active

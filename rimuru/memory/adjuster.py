@@ -9,6 +9,7 @@ as far as these pages, and no others, hold them.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -144,6 +145,31 @@ class StepRates:
             self.link_bytes_per_s += a * (link_bytes / link_busy_s - self.link_bytes_per_s)
         if 0.1 * self.compute_s < link_busy_s < 0.8 * self.compute_s:  # beyond, it says what cannot hide at all
             self.exposed_share += a * (min(1.0, waited_s / link_busy_s) - self.exposed_share)
+
+
+class StepClock:
+    """Mean time from one step's start to the next one's, pauses left out."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._sum_s, self._n = 0.0, 0
+
+    def tick(self) -> None:
+        """A step starts."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self._sum_s, self._n = self._sum_s + now - self._last, self._n + 1
+        self._last = now
+
+    def stop(self) -> None:
+        """Nothing runs until the next step."""
+        self._last = None
+
+    def mean_s(self) -> float:
+        """Since the last call; 0 where no step has followed another."""
+        mean = self._sum_s / self._n if self._n else 0.0
+        self._sum_s, self._n = 0.0, 0
+        return mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,56 @@
+"""Copies of whole experts between host memory and pool pages; runs of neighbouring pages go as one."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import pairwise
+
+import numpy as np
+
+from rimuru.memory.page_pool import PagePool
+from rimuru.ops.base import Copier
+
+
+def copy_in(copier: Copier, pool: PagePool, data: np.ndarray, pages: np.ndarray) -> None:
+    """Queue copies of data uint8 [n_pages * page bytes] to expert pages int32 [n_pages]."""
+    for address, part in _parts(pool, data, pages):
+        copier.copy_in(address, part)
+
+
+def copy_out(copier: Copier, pool: PagePool, data: np.ndarray, pages: np.ndarray) -> None:
+    """Queue copies of expert pages to data."""
+    for address, part in _parts(pool, data, pages):
+        copier.copy_out(part, address)
+
+
+def _parts(pool: PagePool, data: np.ndarray, pages: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """(address, window on data) of runs of pages that lie side by side."""
+    page_bytes, addresses = pool.layout.page_bytes("expert"), pool.addresses("expert", pages)
+    edges = [0, *(np.flatnonzero(np.diff(addresses) != page_bytes) + 1).tolist(), len(addresses)]
+    return [
+        (int(addresses[first]), data[first * page_bytes : last * page_bytes]) for first, last in pairwise(edges)
+    ]
+
+
+class Staging:
+    """Pinned buffers between the file and the device, while a model is loaded."""
+
+    def __init__(self, copier: Copier, n_buffers: int, n_bytes: int) -> None:
+        self.copier = copier
+        self.buffers = [copier.alloc_host(n_bytes) for _ in range(n_buffers)]
+        self._free = list(range(n_buffers))
+        self._in_flight: deque[tuple[object, int]] = deque()
+
+    def take(self, wait: bool) -> int:
+        """Number of a free buffer; -1 where none is free and `wait` is not asked for."""
+        while self._in_flight and ((wait and not self._free) or self.copier.done(self._in_flight[0][0])):
+            marker, number = self._in_flight.popleft()
+            self.copier.wait(marker)
+            self._free.append(number)
+        return self._free.pop() if self._free else -1
+
+    def on_its_way(self, number: int) -> None:
+        """The buffer's copy (number -1: of no buffer) has been queued; it is free when that is done."""
+        if number < 0:
+            return
+        self._in_flight.append((self.copier.record(), number))
