@@ -60,7 +60,9 @@ def tensors_of(layout: Any, pool: np.ndarray, pages: np.ndarray) -> np.ndarray:
 @pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine")
 @pytest.mark.parametrize("down", ["q4_k", "q6_k"])
 @pytest.mark.parametrize("n_tokens", [1, 9, 40, 140])
-def test_results_are_equal(n_tokens: int, down: str, on_the_host: emulate.Emulator) -> None:
+def test_results_are_equal(
+    n_tokens: int, down: str, on_the_host: emulate.Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(n_tokens)
     ops: Any = emulate.EmulatedOps()
     layout = moe_cases.expert_layout(
@@ -71,10 +73,13 @@ def test_results_are_equal(n_tokens: int, down: str, on_the_host: emulate.Emulat
     table = ExpertTable(layout, PAGE_BYTES, pool.ctypes.data + pages.astype(np.int64) * PAGE_BYTES, {})
     ids = np.stack([rng.permutation(8)[:2] for _ in range(n_tokens)]).astype(np.int32)
     x = matmul_cases.filled_act(ops, moe_cases.normal(rng, n_tokens, N_IN))
-    scratch = ops.moe_scratch(n_tokens, SPEC, N_IN)
+    monkeypatch.setattr(paging, "QWEN3_30B", SPEC)
+    monkeypatch.setattr(paging, "N_IN", N_IN)
     with paging.recorded() as launches:
-        ops.moe_experts(x, ids, table, None, SPEC, scratch)
-    outputs = [scratch.out, scratch.private.hidden]
+        scratch, total = paging.run_layer(ops, x, ids, table)
+    is_summed = launches[-1].kernel.name == "moe_down_sum"
+    assert is_summed == (n_tokens == 1)
+    outputs = [total if is_summed else scratch.out, scratch.private.hidden]
     wanted = [out.copy() for out in outputs]
     for out in outputs:
         out.fill(np.nan)

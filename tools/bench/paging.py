@@ -173,6 +173,17 @@ class Weights:
         return ops.upload(int(host.ctypes.data) + table.astype(np.int64) * PAGE_BYTES)
 
 
+def run_layer(ops: Any, x: Any, ids: Any, table: ExpertTable) -> tuple[Any, Any]:
+    """Experts and weighted sum of a layer, as the engine calls them; gives (scratch, the sum)."""
+    n_tokens, top_k = ids.shape
+    scratch, total = ops.moe_scratch(n_tokens, QWEN3_30B, N_IN), ops.empty((n_tokens, N_IN), np.float32)
+    scratch.only_summed = True
+    ops.moe_experts(x, ids, table, None, QWEN3_30B, scratch)
+    weights = ops.upload(np.full((n_tokens, top_k), 1 / top_k, np.float32))
+    ops.moe_combine(scratch, weights, total, False, 1.0)
+    return scratch, total
+
+
 def graph_of(ops: Any, launches: Sequence[Launch], n_times: int) -> Any:
     """All launches in one graph, n_times over."""
     import cupy
@@ -231,12 +242,12 @@ class Bench:
         for layer in self.layers:
             ids = np.argpartition(rng.random((n_tokens, spec.n_experts)), spec.top_k, axis=1)[:, : spec.top_k]
             distinct += len(np.unique(ids))
-            scratch = self.ops.moe_scratch(n_tokens, spec, N_IN)
             table = ExpertTable(self.layout, PAGE_BYTES, layer.tables[1.0], {})
             with recorded() as found:
-                self.ops.moe_experts(x, self.ops.upload(ids.astype(np.int32)), table, None, spec, scratch)
+                scratch, total = run_layer(self.ops, x, self.ops.upload(ids.astype(np.int32)), table)
             launches.append(list(found))
-            outs += [scratch.out, scratch.private.hidden]
+            is_summed = any(launch.kernel.name == "moe_down_sum" for launch in found)
+            outs += [total if is_summed else scratch.out, scratch.private.hidden]
         return launches, outs, distinct / len(self.layers)
 
     def repeats(self, launches: Sequence[Launch], at_least_ms: float = 1.5) -> int:
@@ -312,16 +323,15 @@ def make_bench(ops: Any, down: str, n_layers: int, seconds: float, pool_memory: 
 def compile_kernels(ops: Any, tokens: Sequence[int]) -> None:
     """All kernels of both sides at once, which takes seconds where one after another takes a minute."""
     from rimuru.ops.cuda.launch import rehearsal
-    from rimuru.ops.cuda.moe import moe_experts
 
     used: dict[Kernel, int] = {}
     for down in ("q4_k", "q6_k"):
         layout = expert_layout({"gate": "q4_k", "up": "q4_k", "down": down}, 128, N_IN, QWEN3_30B.width, PAGE_BYTES)
         for n in tokens:
-            x, scratch = ops.act(n, N_IN), ops.moe_scratch(n, QWEN3_30B, N_IN)
-            ids, addresses = ops.empty((n, QWEN3_30B.top_k), np.int32), ops.empty((128, layout.n_pages), np.int64)
+            x, ids = ops.act(n, N_IN), ops.empty((n, QWEN3_30B.top_k), np.int32)
+            addresses = ops.empty((QWEN3_30B.n_experts, layout.n_pages), np.int64)
             with rehearsal() as found:
-                moe_experts(x, ids, ExpertTable(layout, PAGE_BYTES, addresses, {}), None, QWEN3_30B, scratch)
+                run_layer(ops, x, ids, ExpertTable(layout, PAGE_BYTES, addresses, {}))
             used |= found
     products = [k for k in used if k.name.startswith(("moe_gate_up", "moe_down"))]
     ops.compile([*used, *map(contiguous_kernel, products)])
