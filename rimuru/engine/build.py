@@ -345,7 +345,7 @@ class _Builder:
             self.n_buffers = n_loading_buffers(layout.expert, left, spare_bytes)
         if not resolved.memory_is_given:
             left = min(left, wanted_pool_bytes(layout, resolved.n_positions, resolved.max_sequences, self.n_buffers))
-        longest = longest_request(layout, left, self._reserved_pages(), resolved.n_positions)
+        longest = longest_request(layout, left, self._reserved_pages(), resolved.n_positions, resolved.max_step_tokens)
         return left, check_context(self.config.context, longest, resolved.memory_bytes, resolved.n_positions)
 
     def _map_pool(self, pool_bytes: int) -> None:

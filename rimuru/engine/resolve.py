@@ -99,11 +99,14 @@ def _positions_within(model: ModelConfig, free_bytes: int) -> int:
     return max(min(model.context_length, affordable), min(model.context_length, MIN_CONTEXT_TOKENS))
 
 
-def l2_pages_for_tokens(layout: PoolLayout, n_tokens: int) -> int:
-    """L2 pages (expert pages where the model has experts) that the KV pages of one sequence take."""
+def l2_pages_for_tokens(layout: PoolLayout, n_tokens: int, n_step_tokens: int | None = None) -> int:
+    """L2 pages (expert pages where the model has experts) that the KV pages of one sequence take; with n_step_tokens
+    (the most that a step writes): at a time, where windows give pages back."""
     if layout.kv is None:
         return 0
-    return ceil_div(layout.kv.pages_for(n_tokens), kv_pages_per_l2(layout))
+    kv = layout.kv
+    n_pages = kv.pages_for(n_tokens) if n_step_tokens is None else kv.peak_pages(n_tokens, n_step_tokens)
+    return ceil_div(n_pages, kv_pages_per_l2(layout))
 
 
 def kv_pages_per_l2(layout: PoolLayout) -> int:
@@ -126,9 +129,9 @@ def state_bytes(layout: PoolLayout) -> int:
     return ssm + conv
 
 
-def request_bytes(layout: PoolLayout, n_tokens: int) -> int:
-    """Pool bytes that one request of n_tokens takes, rounded up to whole L2 pages."""
-    return l2_pages_for_tokens(layout, n_tokens) * l2_bytes(layout) + state_bytes(layout)
+def request_bytes(layout: PoolLayout, n_tokens: int, n_step_tokens: int | None = None) -> int:
+    """Pool bytes that one request of n_tokens takes, rounded up to whole L2 pages; n_step_tokens as above."""
+    return l2_pages_for_tokens(layout, n_tokens, n_step_tokens) * l2_bytes(layout) + state_bytes(layout)
 
 
 def buffer_experts(layout: ExpertLayout, top_k: int, pool_bytes: int) -> int:
@@ -146,9 +149,16 @@ def wanted_pool_bytes(layout: PoolLayout, context: int, max_sequences: int, n_bu
     return experts + requests + 2 * layout.huge_bytes
 
 
-def longest_request(layout: PoolLayout, pool_bytes: int, reserved_expert_pages: int, limit_tokens: int) -> int:
+def longest_request(
+    layout: PoolLayout,
+    pool_bytes: int,
+    reserved_expert_pages: int,
+    limit_tokens: int,
+    n_step_tokens: int | None = None,
+) -> int:
     """Most tokens that one request can have when it has the pool for itself but for reserved_expert_pages (loading
-    buffers, experts that may not leave), up to limit_tokens."""
+    buffers, experts that may not leave), up to limit_tokens; n_step_tokens: the most that a step writes, where layers
+    with a window may give pages back meanwhile."""
     reserved = 0 if layout.expert is None else reserved_expert_pages * layout.expert.page_bytes
     usable = (
         pool_bytes // layout.huge_bytes * layout.huge_bytes - reserved - layout.huge_bytes * (layout.ssm is not None)
@@ -156,7 +166,7 @@ def longest_request(layout: PoolLayout, pool_bytes: int, reserved_expert_pages: 
     low, high = 0, limit_tokens
     while low < high:
         middle = (low + high + 1) // 2
-        if request_bytes(layout, middle) <= usable:
+        if request_bytes(layout, middle, n_step_tokens) <= usable:
             low = middle
         else:
             high = middle - 1

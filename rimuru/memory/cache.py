@@ -88,7 +88,7 @@ class SequenceCache:
         """Ids by kind that a sequence of n_tokens holds at most, written at most n_step_tokens at a time."""
         needs = dict(self.states.needs)
         if self.kv is not None:
-            needs["kv"] = self.kv.peak_pages(n_tokens, n_step_tokens)
+            needs["kv"] = self.kv.layout.peak_pages(n_tokens, n_step_tokens)
         return needs
 
     def fits_alone(self, n_tokens: int, n_step_tokens: int) -> bool:

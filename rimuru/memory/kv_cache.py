@@ -143,17 +143,6 @@ class KvCache:
         hidden = self.first_visible(g, sequence.n_to_load) if sequence.n_to_load else 0
         return max(sequence.n_columns[g], hidden)
 
-    def peak_pages(self, n_tokens: int, n_step_tokens: int) -> int:
-        """Most pages that a sequence of n_tokens holds at a time, written at most n_step_tokens at a time."""
-        n_pages = 0
-        for group, n_unit_columns in zip(self.layout.groups, self.unit_columns, strict=True):
-            n_columns = ceil_div(n_tokens, group.page_tokens)
-            if group.window is not None:  # a step's tokens, what its first one sees, and the rest of that one's unit
-                n_seen = ceil_div(group.window + n_step_tokens, group.page_tokens)
-                n_columns = min(n_columns, n_seen + 1 + n_unit_columns)
-            n_pages += n_columns
-        return n_pages
-
     def extend(self, sequence: KvSequence, n_tokens: int, pages: np.ndarray) -> None:
         """Enter newly allocated pages, as many as `pages_needed` said, into the tables."""
         at = 0

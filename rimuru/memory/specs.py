@@ -11,6 +11,7 @@ A page id counts pages of its own kind's size from the pool's base: address = ba
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -198,6 +199,18 @@ class KvLayout:
     def pages_for(self, n_tokens: int) -> int:
         """Pages of a sequence of n_tokens, all groups together, without giving back what left a window."""
         return sum(-(-n_tokens // group.page_tokens) for group in self.groups)
+
+    def peak_pages(self, n_tokens: int, n_step_tokens: int) -> int:
+        """Most pages that a sequence of n_tokens holds at a time, written at most n_step_tokens at a time."""
+        n_unit = math.lcm(*(group.page_tokens for group in self.groups))
+        n_pages = 0
+        for group in self.groups:
+            n_columns = ceil_div(n_tokens, group.page_tokens)
+            if group.window is not None:  # a step's tokens, what its first one sees, and the rest of that one's unit
+                n_seen = ceil_div(group.window + n_step_tokens, group.page_tokens)
+                n_columns = min(n_columns, n_seen + 1 + n_unit // group.page_tokens)
+            n_pages += n_columns
+        return n_pages
 
 
 @dataclass(frozen=True, slots=True)
