@@ -141,6 +141,7 @@ def main() -> int:
     parser.add_argument("--new", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--requests", type=int, default=2)
     parser.add_argument("--link-gbps", type=float, default=51.0, help="GB/s at which kernels read host memory")
+    parser.add_argument("--ram", default="40GB", help="host memory that experts may take")
     parser.add_argument("--fill-on-read", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -155,7 +156,7 @@ def main() -> int:
         stages = Stages()
         with LLM(
             options.model, device="cuda", resident_experts=share, max_sequences=1, context=1024, prefix_cache=False,
-            fill_on_read=options.fill_on_read, progress=stages,
+            fill_on_read=options.fill_on_read, ram=options.ram, progress=stages,
         ) as llm:  # fmt: skip
             row = measure(llm, options.new, options.requests, options.fill_on_read)
         resident_ms = row["ms_per_token"] if not rows else rows[0]["ms_per_token"]
