@@ -16,6 +16,9 @@ from rimuru.base.units import human_bytes
 from rimuru.commands.common import note, open_llm, read_text
 from rimuru.llm import LLM
 from rimuru.request import Piece, SamplingParams
+from rimuru.server.answer_parts import AnswerPart, Content, Reasoning
+from rimuru.server.harmony import HarmonyParser
+from rimuru.server.tool_formats import HARMONY, tool_format
 
 
 def run(args: argparse.Namespace) -> int:
@@ -193,17 +196,17 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
-        answer, self.rates = "", Rates()
+        answer, self.rates = Answer(self.llm), Rates()
         stream = self.llm.stream_chat(self.messages, self.params)
         try:
             with self._stoppable() as was_stopped:
                 for piece in stream:
                     self.rates.add(piece)
-                    answer += piece.text
-                    sys.stdout.write(piece.text)
+                    sys.stdout.write(answer.shown(piece.text))
                     sys.stdout.flush()
                     if was_stopped.is_set():
                         break
+            sys.stdout.write(answer.end())
             if was_stopped.is_set():
                 note(" [stopped]")
         except RimuruError as error:
@@ -213,4 +216,40 @@ class Chat:
         finally:
             stream.close()  # type: ignore[attr-defined]
         sys.stdout.write("\n")
-        self.messages.append({"role": "assistant", "content": answer})
+        self.messages.append(answer.message)
+
+
+class Answer:
+    """An answer on its way to the screen and into the conversation. Marks of reasoning (<think>) are shown as they
+    come: templates find them in earlier answers. Those of channels are not: templates refuse them there."""
+
+    def __init__(self, llm: LLM) -> None:
+        chat = llm.loaded.chat
+        has_channels = chat is not None and tool_format(chat.source()) is HARMONY
+        self._reader = HarmonyParser(None) if has_channels else None
+        self._content = self._reasoning = ""
+
+    def shown(self, text: str) -> str:
+        """What of a piece of text is written to the screen."""
+        return self._take([Content(text)] if self._reader is None else self._reader.push(text))
+
+    def end(self) -> str:
+        """What is left to write."""
+        return "" if self._reader is None else self._take(self._reader.finish())
+
+    @property
+    def message(self) -> dict[str, str]:
+        """The answer as the conversation keeps it."""
+        message = {"role": "assistant", "content": self._content}
+        return message | {"reasoning_content": self._reasoning} if self._reasoning else message
+
+    def _take(self, parts: list[AnswerPart]) -> str:
+        shown = ""
+        for part in parts:
+            if isinstance(part, Reasoning):
+                self._reasoning += part.text
+                shown += part.text
+            elif isinstance(part, Content):
+                shown += "\n\n" + part.text if self._reasoning and not self._content else part.text
+                self._content += part.text
+        return shown

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from script_model import write_script_model
+from script_model import CHATML, write_script_model
 
 ROOT = Path(__file__).resolve().parents[2]
 CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
@@ -119,3 +119,29 @@ def test_ctrl_d_ends_and_the_pages_are_free_after_an_interrupt(chat: Terminal) -
     assert "free" in chat.read_until(r"\n> ")
     chat.type(CTRL_D)
     assert chat.process.wait(20) == 0
+
+
+def test_channels_are_not_shown_and_not_sent_back(tmp_path: Path) -> None:
+    """gpt-oss' template refuses a conversation whose earlier answers still have the marks of its channels."""
+    words = ["<|channel|>", "analysis", "<|message|>", "hm.", "<|end|>", "<|start|>assistant", "<|channel|>final"]
+    words += ["<|message|>Fi", "ne."]
+    refuses = (
+        "{# <|channel|> <|message|> #}{% for m in messages %}{% if '<|message|>' in m.content %}"
+        "{{ raise_exception('marks in an earlier answer') }}{% endif %}{% endfor %}"
+    )
+    path = write_script_model(
+        tmp_path / "script.gguf", words, refuses + CHATML, control=[*words[:5:2], "<|call|>", "<|return|>"]
+    )
+    chat = Terminal(
+        sys.executable, "-m", "rimuru", "run", str(path), "--device", "cpu", "--threads", "2", "--temp", "0"
+    )
+    try:
+        chat.read_until(r"\n> ")
+        for _ in range(2):
+            chat.type("hello\r")
+            seen = chat.read_until(r"\n> ")
+            assert re.search(r"hm\.\s+Fine\.\s+> ", seen) and "<|" not in seen
+        chat.type("/exit\r")
+        assert chat.process.wait(20) == 0
+    finally:
+        chat.close()
