@@ -1,5 +1,6 @@
 """Which test covers which kind of fault of cases/known-faults.md (loading, tokenizer, chat template, experts,
-quantisation, sampling), and the kinds once more from the outside: whole files through the command line."""
+quantisation, sampling, the server, memory, moving experts), and the first of them once more from the outside: whole
+files through the command line. The server's, memory's and sampling's are tested over real HTTP (tests/server)."""
 
 from __future__ import annotations
 
@@ -84,12 +85,59 @@ COVERED: dict[str, tuple[str, ...]] = {
         "faults/test_known_faults.py::test_a_width_that_the_blocks_do_not_divide",
     ),
     "Q03": ("ops/test_cpu_matmul.py::test_extreme_activations", "ops/test_cuda_matmul.py::test_case"),
-    "S01": ("ops/test_cpu_sampling.py::test_filters_come_before_the_temperature",),
+    "H01": ("server/test_openai_api.py::test_a_character_over_two_tokens_comes_whole",),
+    "H03": ("server/test_openai_api.py::test_stop_strings_never_show",),
+    "H05": (
+        "server/test_leaving.py::test_leaving_while_decoding",
+        "server/test_leaving.py::test_leaving_while_the_prompt_is_read",
+        "server/test_leaving.py::test_leaving_the_queue",
+    ),
+    "H07": ("server/test_openai_api.py::test_token_limits",),
+    "H09": (
+        "server/test_openai_api.py::test_stream_usage_equals_the_whole_answers",
+        "server/test_openai_api.py::test_prefix_hits_are_reported_and_change_nothing",
+    ),
+    "H11": (
+        "server/test_limits.py::test_prompts_around_the_context",
+        "server/test_limits.py::test_reaching_the_context_is_a_length_stop",
+    ),
+    "H13": (
+        "server/test_structured.py::test_calls_whole_and_streamed_are_equal",
+        "server/test_tool_calls.py::test_any_text_parses_alike_however_it_is_cut",
+    ),
+    "M01": (
+        "server/test_faults_http.py::test_dirty_pages_never_show",
+        "e2e/test_hybrid_prefix.py::test_poisoned_pages_never_show",
+    ),
+    "M03": ("server/test_faults_http.py::test_shared_beginnings_of_any_length",),
+    "M05": (
+        "server/test_leaving.py::test_many_clients_that_leave_at_random",
+        "server/test_soak.py::test_soak",
+    ),
+    "M07": (
+        "server/test_limits.py::test_a_small_pool_queues_and_goes_on",
+        "server/test_limits.py::test_a_failing_step_fails_its_requests_only",
+    ),
+    "M09": (
+        "server/test_faults_http.py::test_conversations_stay_apart",
+        "server/test_leaving.py::test_concurrent_answers_equal_solo_answers",
+    ),
+    "R01": ("server/test_faults_http.py::test_experts_that_come_and_go_change_nothing",),
+    "R03": (
+        "server/test_leaving.py::test_many_clients_that_leave_at_random",
+        "server/test_leaving.py::test_requests_from_many_threads_of_one_client",
+    ),
+    "S01": (
+        "ops/test_cpu_sampling.py::test_filters_come_before_the_temperature",
+        "server/test_faults_http.py::test_the_temperature_does_not_choose_the_candidates",
+    ),
     "S03": (
+        "server/test_openai_api.py::test_prefix_hits_are_reported_and_change_nothing",
         "ops/test_cpu_sampling.py::test_repetition_penalty_values",
         "faults/test_known_faults.py::test_penalties_count_cached_prompts",
     ),
     "S05": (
+        "server/test_openai_api.py::test_extreme_sampling_is_safe",
         "ops/test_cpu_sampling.py::test_extreme_parameters",
         "faults/test_bad_arguments.py::test_ends_of_the_sampling_ranges",
     ),
@@ -106,7 +154,7 @@ def test_the_named_tests_exist(row: str) -> None:
 
 def test_no_row_is_forgotten(shared: Path) -> None:
     text = (shared / "cases/known-faults.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| ([LTCEQS]\d\d) ", text, re.MULTILINE)) == set(COVERED)
+    assert set(re.findall(r"^\| ([A-Z]\d\d) ", text, re.MULTILINE)) == set(COVERED)
 
 
 IDS = [3, 17, 99, 140, 5, 60, 61, 9, 9, 33, 120, 2]

@@ -10,11 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -217,3 +219,61 @@ def test_trace_replay_reports_what_was_served(script: Any, tmp_path: Path) -> No
     assert (figures["requests"], figures["errors"]) == (4, {})
     assert figures["output_tokens"] == 5 + 6 + 7 + 8 and 0.6 <= figures["seconds"] < 20
     assert {"mean", "p50", "p95"} == set(figures["ttft_s"]) == set(figures["tpot_s"])
+
+
+class Austere(BaseHTTPRequestHandler):
+    """Another server: it has one model, names no usage, and refuses fields that OpenAI's API does not have."""
+
+    protocol_version = "HTTP/1.1"
+    seen: ClassVar[list[tuple[str, dict[str, Any]]]] = []
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: the tests' output is not the place."""
+
+    def do_GET(self) -> None:
+        self.answer(200, json.dumps({"data": [{"id": "theirs"}]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if set(body) - {"model", "prompt", "messages", "max_tokens", "temperature", "stream"}:
+            self.answer(400, json.dumps({"error": {"message": "Unrecognized request argument supplied"}}))
+            return
+        self.seen.append((self.path, body))
+        new = {"delta": {"content": "word "}} if "messages" in body else {"text": "word "}
+        events = [json.dumps({"choices": [new]})] * body["max_tokens"] + ["[DONE]"]
+        self.answer(200, "".join(f"data: {event}\n\n" for event in events))
+
+    def answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_trace_replay_against_another_server(chat: bool, tmp_path: Path) -> None:
+    """Only fields that the other server takes are sent; its chunks are counted where it tells no usage."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("prompt_tokens,output_tokens\n20,5\n30,7\n")
+    Austere.seen.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Austere)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        command = [sys.executable, str(ROOT / "tools/bench/serve.py"), "--url", url, "--trace", str(trace), "--json"]
+        result = subprocess.run(
+            [*command, *(["--chat"] if chat else [])], capture_output=True, text=True, timeout=120,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    finally:
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout)
+    assert (figures["requests"], figures["errors"], figures["output_tokens"]) == (2, {}, 12)
+    assert (figures["model"], figures["fields"]) == ("theirs", [])
+    assert len(Austere.seen) == 2
+    assert {path for path, _ in Austere.seen} == {"/v1/chat/completions" if chat else "/v1/completions"}
+    assert all(body["model"] == "theirs" and body["stream"] for _, body in Austere.seen)

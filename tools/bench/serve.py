@@ -5,8 +5,10 @@
         --stretch 20 --json
 
 Prompts are common words (about one token each; what the server counted is reported), blocks with the same hash id in
-the trace are the same words, so that prefixes are shared as they were. Answers run to the trace's length where the
-server knows `ignore_eos`. Times: to the first token (TTFT) from sending, per token after it (TPOT); mean, p50, p95.
+the trace are the same words, so that prefixes are shared as they were. Fields that a server refuses are left out, as
+short requests find out before: `ignore_eos` (answers may then end early), `stream_options` (chunks are then counted).
+The model is the server's first one unless it is named. Times: to the first token (TTFT) from sending, per token after
+it (TPOT); mean, p50, p95.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ WORDS = """time year people way day man thing woman life child world school stat
 hand part place case week company system program question work number night point home water room mother area money
 story fact month lot right study book eye job word business issue side kind head house service friend father
 power""".split()  # noqa: SIM905
+
+
+EXTRAS: dict[str, Any] = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 
 
 @dataclass(slots=True)
@@ -69,6 +74,10 @@ class Replay:
 
     def __init__(self, args: argparse.Namespace, requests: list[TraceRequest]) -> None:
         self.args, self.requests = args, requests
+        self.path = "chat/completions" if args.chat else "completions"
+        self.extras: dict[str, Any] = dict(EXTRAS)
+        """What is sent beyond the fields that every server knows."""
+        self.model: str = args.model or "any"
         self.n_open = self.most_open = 0
 
     async def run(self) -> tuple[list[Outcome], float]:
@@ -76,28 +85,42 @@ class Replay:
         headers = {"Authorization": f"Bearer {self.args.api_key}"} if self.args.api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(headers=headers, timeout=self.args.timeout, limits=limits) as client:
+            await self._get_to_know(client)
             started = time.perf_counter()
             tasks = [asyncio.ensure_future(self._send(client, i, r, started)) for i, r in enumerate(self.requests)]
             return list(await asyncio.gather(*tasks)), time.perf_counter() - started
 
+    async def _get_to_know(self, client: httpx.AsyncClient) -> None:
+        """The server's model, and which of EXTRAS it takes."""
+        url = self.args.url.rstrip("/")
+        if not self.args.model:
+            reply = await client.get(f"{url}/models")
+            if reply.status_code == 200 and reply.json().get("data"):
+                self.model = reply.json()["data"][0]["id"]
+        for name in EXTRAS:
+            body = self._body("hello", 1) | {"stream": False, name: EXTRAS[name]}
+            body = {key: value for key, value in body.items() if key == name or key not in EXTRAS}
+            if name == "stream_options":  # only allowed in streams
+                body["stream"] = True
+            reply = await client.post(f"{url}/{self.path}", json=body)
+            if reply.status_code in (400, 422):
+                del self.extras[name]
+
+    def _body(self, prompt: str, max_tokens: int) -> dict[str, Any]:
+        text = {"messages": [{"role": "user", "content": prompt}]} if self.args.chat else {"prompt": prompt}
+        return {"model": self.model, **text, "max_tokens": max_tokens, "temperature": 0, "stream": True, **self.extras}
+
     async def _send(self, client: httpx.AsyncClient, number: int, request: TraceRequest, started: float) -> Outcome:
         n_prompt = min(request.n_prompt, self.args.max_prompt)
-        body = {
-            "model": self.args.model,
-            "prompt": prompt_text(request, number, n_prompt, self.args.seed),
-            "max_tokens": min(request.n_output, self.args.max_output),
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        prompt = prompt_text(request, number, n_prompt, self.args.seed)
+        body = self._body(prompt, min(request.n_output, self.args.max_output))
         await asyncio.sleep(max(0.0, started + request.arrival_s - time.perf_counter()))
         sent = time.perf_counter()
         outcome = Outcome(late_s=sent - started - request.arrival_s)
         self.n_open += 1
         self.most_open = max(self.most_open, self.n_open)
         try:
-            async with client.stream("POST", f"{self.args.url.rstrip('/')}/completions", json=body) as reply:
+            async with client.stream("POST", f"{self.args.url.rstrip('/')}/{self.path}", json=body) as reply:
                 if reply.status_code != 200:
                     outcome.error = f"HTTP {reply.status_code}"
                 else:
@@ -122,12 +145,18 @@ class Replay:
                     usage = event["usage"]
                     outcome.n_prompt, outcome.n_output = usage["prompt_tokens"], usage["completion_tokens"]
                     outcome.n_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-                if event.get("choices") and event["choices"][0].get("text"):
+                if event.get("choices") and text_of(event["choices"][0]):
                     outcome.n_chunks += 1
                     if outcome.first_s is None:
                         outcome.first_s = time.perf_counter() - sent
         if not ended:
             outcome.error = "cut off"
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    """New text of a chunk, of a completion or a chat (thoughts count)."""
+    delta = choice.get("delta") or {}
+    return choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
 
 
 def spread(values: list[float]) -> dict[str, float] | None:
@@ -141,12 +170,15 @@ def spread(values: list[float]) -> dict[str, float] | None:
     }
 
 
-def report(args: argparse.Namespace, outcomes: list[Outcome], total_s: float, most_open: int) -> dict[str, Any]:
+def report(replay: Replay, outcomes: list[Outcome], total_s: float) -> dict[str, Any]:
     """The figures of a replay."""
+    args = replay.args
     good = [o for o in outcomes if o.error is None]
     n_output = sum(o.n_output or o.n_chunks for o in good)
     return {
         "url": args.url,
+        "model": replay.model,
+        "fields": sorted(replay.extras),
         "trace": args.trace,
         "requests": len(outcomes),
         "stretch": args.stretch,
@@ -159,7 +191,7 @@ def report(args: argparse.Namespace, outcomes: list[Outcome], total_s: float, mo
         "output_tokens": n_output,
         "requests_per_second": len(good) / total_s,
         "output_tokens_per_second": n_output / total_s,
-        "peak_concurrency": most_open,
+        "peak_concurrency": replay.most_open,
         "ttft_s": spread([o.first_s for o in good if o.first_s is not None]),
         "tpot_s": spread([o.tpot_s for o in good if o.tpot_s is not None]),
         "request_s": spread([o.end_s for o in good]),
@@ -191,7 +223,8 @@ def main() -> int:
     parser.add_argument("--rate", type=float, help="requests per second (Poisson) for traces without times")
     parser.add_argument("--max-prompt", type=int, default=1 << 30, help="longer prompts are cut to this")
     parser.add_argument("--max-output", type=int, default=1 << 30, help="longer answers are cut to this")
-    parser.add_argument("--model", default="any")
+    parser.add_argument("--model", help="default: the first that the server names")
+    parser.add_argument("--chat", action="store_true", help="send each prompt as a chat of one turn")
     parser.add_argument("--api-key")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=3600.0)
@@ -199,7 +232,7 @@ def main() -> int:
     args = parser.parse_args()
     replay = Replay(args, read_trace(args.trace, args.requests, args.stretch, args.rate, args.seed))
     outcomes, total_s = asyncio.run(replay.run())
-    figures = report(args, outcomes, total_s, replay.most_open)
+    figures = report(replay, outcomes, total_s)
     print(json.dumps(figures, indent=2) if args.json else table(figures))
     return 1 if figures["errors"] else 0
 
