@@ -1,0 +1,82 @@
+"""On a GPU: experts that are on disk, host memory that cannot be pinned, and recorded routing change no answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rimuru import LLM, SamplingParams
+from rimuru.commands.bench import counters, use_routing
+from rimuru.experts.tiered_store import TieredExpertStore
+from tools.make_random_gguf import write_random_model
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+PROMPTS = [[1 + i, 7, 30 + i, 99, 5, 12 + i, 3] * (1 + i % 4) for i in range(6)]
+OPTIONS: dict[str, object] = {"memory": "1GiB", "max_sequences": 8, "max_step_tokens": 128, "deterministic": True}
+
+
+@pytest.fixture(scope="module", params=["qwen3moe", "granitehybrid"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiers") / f"{request.param}.gguf"
+    return write_random_model(path, arch=request.param, quant="q4_k", seed=3, context_length=1024)
+
+
+def open_model(model: Path, **more: object) -> LLM:
+    return LLM(model, device="cuda", **(OPTIONS | more))  # type: ignore[arg-type]
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    return [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    with open_model(model) as llm:
+        return answers(llm)
+
+
+@pytest.mark.parametrize("residents", [0, 0.4, None])
+def test_experts_on_disk(
+    model: Path, expected: list[list[int]], residents: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rimuru.engine.build.needs_disk", lambda *_: True)
+    monkeypatch.setenv("RIMURU_POISON", "1")
+    with open_model(model, resident_experts=residents, ram="4MiB", swap="0", policy="auto") as llm:
+        store = llm.loaded.store
+        assert isinstance(store, TieredExpertStore)
+        assert answers(llm) == expected
+        llm.loaded.engine.audit()
+        if residents is not None:
+            tiers = llm.memory()["tiers"]
+            assert tiers["read_from_disk"] + tiers["read_from_ram"] > 10
+
+
+def test_host_memory_that_cannot_be_pinned(
+    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rimuru.ops.cuda.copier.CudaCopier.is_pinned", lambda self, array: False)
+    with open_model(model, resident_experts=0.5) as llm:
+        assert isinstance(llm.loaded.store, TieredExpertStore)
+        assert answers(llm) == expected
+        llm.loaded.engine.audit()
+
+
+def test_recorded_routing_in_graphs_and_prompts(model: Path) -> None:
+    """Everything resident, half of it by recency, none: the same answers, whose experts are the recording's."""
+    found, hits = [], []
+    for residents in (1.0, 0.5, 0):
+        with open_model(model, resident_experts=residents, residency="recency", prefix_cache=False) as llm:
+            use_routing(llm, "synthetic", "auto", None, 8, 128, 1)
+            found.append(answers(llm))
+            asked, hit, _ = counters(llm)
+            hits.append(hit / max(asked, 1))
+            llm.loaded.engine.audit()
+            if residents == 1.0:
+                use_routing(llm, "model", "auto", None, 8, 128, 1)
+                assert answers(llm) != found[0]
+    assert found[0] == found[1] == found[2]
+    assert hits[2] < hits[1] < 1.0 and np.isfinite(hits).all()
