@@ -190,6 +190,7 @@ class Run:
         self.total = self.step + max(50, int(left_s / step_s))
         n_tokens = self.options.rows * self.options.length
         print(f"{step_s * 1e3:.1f} ms a step, {n_tokens / step_s:,.0f} tokens/s: {self.total} steps", flush=True)
+        (self.options.state / "steps.txt").write_text(f"{self.total}\n")  # for a twin that is to see the same tokens
 
     def one_step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         share = rate_at(self.step, self.total) if self.total is not None else (self.step + 1) / WARM_UP_STEPS
