@@ -104,6 +104,7 @@ class LoadedModel:
         if self.store is not None:
             report["hit_rate"] = self.store.counters.hit_rate
             report["read_bytes"] = self.store.counters.read_bytes
+            report["forecasts"] = self.store.rates.forecasts.snapshot()
         if isinstance(self.store, TieredExpertStore):
             report["tiers"] = self.store.tiers()
         if isinstance(self.room, ExpertRoom):

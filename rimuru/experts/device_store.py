@@ -96,6 +96,7 @@ class DeviceExpertStore(ResidentSet):
         self._coming: dict[tuple[int, int], tuple[np.ndarray, object]] = {}
         self.by_device = fill_on_read and self._keeps_all_at_home(ram_bytes)
         """Who decides which experts are resident."""
+        self.rates.way = "fill" if self.by_device else "in place"
         self.places = DevicePlaces(layout, view, pool, ops, copier, self._take_buffers(n_buffers))
         self._holders = np.full(layout.n_experts, -1, np.int32)
         """By the device: of each place (a layer's places begin at the row of its first expert) an expert of the layer,

@@ -90,7 +90,7 @@ class HostExpertStore(ResidentSet):
         super().__init__(layout, pool, view, quotas, may_grow, fill_on_read, residency)
         self.source, self.copier, self.n_threads = source, copier, n_threads
         self.counters = StoreCounters()
-        self.rates = StepRates()
+        self.rates = StepRates(way="fill" if fill_on_read else "buffers")
         self._loading: dict[tuple[int, int], tuple[np.ndarray, Future[float]]] = {}
         self._unreadable: set[tuple[int, int]] = set()
         self._clock = _StepClock()

@@ -76,7 +76,7 @@ class TieredExpertStore(HostExpertStore):
             layout, pool, view, source, copier, biases, n_buffers, quotas, may_grow, fill_on_read, n_threads, residency,
             factors,
         )  # fmt: skip
-        self.ops = ops
+        self.ops, self.rates.way = ops, "staged"
         staging_bytes = layout.max_pages * layout.page_bytes
         n_staging = max(2, min(N_STAGING, ram_bytes // (2 * staging_bytes)))
         self._staging = [copier.alloc_host(staging_bytes) for _ in range(n_staging)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numba
@@ -113,6 +113,56 @@ def cost_expand(free_pages: int, pages_per_expert: float, idle_link_s: float, ex
     return min(n, max(1, n_idle))
 
 
+@dataclass(frozen=True, slots=True)
+class StepForecast:
+    """How a step's absent experts were used, what that was expected to cost, and what it did. On a device whose reports
+    cover several steps: their means."""
+
+    way: str
+    """"resident": none was absent; "in place"; "fill": brought into the pool on the way; "buffers": into loading
+    buffers; "staged": from RAM or disk through staging buffers."""
+    n_tokens: int
+    expected_s: float
+    took_s: float
+    expected_bytes: int
+    bytes: int
+
+
+class ForecastLog:
+    """The last forecasts, oldest first, and how far off they were, by way."""
+
+    def __init__(self, n_kept: int = _RECORDS) -> None:
+        self._kept: deque[StepForecast] = deque(maxlen=n_kept)
+        self._sums: dict[str, list[float]] = {}
+
+    def add(self, forecast: StepForecast) -> None:
+        self._kept.append(forecast)
+        sums = self._sums.setdefault(forecast.way, [0, 0.0, 0.0, 0.0])
+        off = abs(forecast.took_s - forecast.expected_s) / forecast.took_s
+        for i, value in enumerate((1, forecast.expected_s, forecast.took_s, off)):
+            sums[i] += value
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def last(self) -> StepForecast:
+        return self._kept[-1]
+
+    def snapshot(self, n: int = 20) -> dict[str, Any]:
+        """For reports: means by way since the start (`off`: of the difference, as a share of what a step took), and the
+        last n forecasts as dicts."""
+        by_way = {
+            way: {
+                "steps": int(n_steps),
+                "expected_s": expected / n_steps,
+                "took_s": took / n_steps,
+                "off": off / n_steps,
+            }
+            for way, (n_steps, expected, took, off) in self._sums.items()
+        }
+        return {"by_way": by_way, "last": [asdict(forecast) for forecast in list(self._kept)[-n:]]}
+
+
 @dataclass(slots=True)
 class StepRates:
     """What steps cost, smoothed over the last ones. Seconds and bytes per step."""
@@ -125,6 +175,9 @@ class StepRates:
     exposed_share: float = 0.2
     """Of the time that the link is busy, how much makes the step longer."""
     n_steps: int = 0
+    way: str = "resident"
+    """How absent experts are used now: see StepForecast."""
+    forecasts: ForecastLog = field(default_factory=ForecastLog)
 
     @property
     def link_s(self) -> float:
@@ -137,6 +190,10 @@ class StepRates:
         """
         if n_tokens > MOST_DECODE_TOKENS:
             return
+        if self.n_steps and step_s > 0.0:
+            expected_s = step_seconds(self.compute_s, self.link_s, self.exposed_share)
+            way = self.way if link_bytes else "resident"
+            self.forecasts.add(StepForecast(way, n_tokens, expected_s, step_s, round(self.link_bytes), int(link_bytes)))
         a = _SMOOTHING if self.n_steps else 1.0
         self.n_steps += 1
         self.compute_s += a * (max(step_s - waited_s, 0.0) - self.compute_s)

@@ -77,6 +77,9 @@ def test_32_requests_answer_the_same_under_every_policy(
         room, store = llm.loaded.room, llm.loaded.store
         assert isinstance(room, ExpertRoom) and store is not None
         assert store.counters.n_read > 100
+        forecasts = llm.memory()["forecasts"]["by_way"]
+        way = "fill" if VARIANTS[name].get("fill_on_read", True) else "buffers"
+        assert forecasts[way]["steps"] > 3 and forecasts[way]["expected_s"] > 0 and forecasts[way]["took_s"] > 0
         if VARIANTS[name]["policy"] == "paper":
             assert room.decisions.counts["shrink"] + room.decisions.counts["expand"] > 0
         llm.loaded.engine.audit()

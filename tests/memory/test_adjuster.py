@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rimuru.memory.adjuster import (
+    MOST_DECODE_TOKENS,
     DecisionLog,
+    ForecastLog,
     Record,
+    StepForecast,
     StepRates,
     cost_expand,
     offload_target,
@@ -107,3 +110,31 @@ def test_decisions_are_kept_in_a_ring_and_counted() -> None:
     assert snapshot["last"] == [
         {"step": 9, "action": "shrink", "reason": "because", "layer": 1, "expert": 9, "pages": 3, "bytes": 300}
     ]
+
+
+def test_forecasts_are_kept_with_what_happened() -> None:
+    rates = StepRates(way="fill")
+    rates.observe(1, 0.010, 0.0, 0, 0.0)  # nothing is known before the first step
+    assert len(rates.forecasts) == 0
+    rates.observe(1, 0.010, 0.0, 0, 0.0)
+    assert rates.forecasts.last() == StepForecast("resident", 1, pytest.approx(0.010), 0.010, 0, 0)
+    rates.observe(4, 0.020, 0.008, 10**8, 0.005)
+    last = rates.forecasts.last()
+    assert last.way == "fill" and last.n_tokens == 4 and last.expected_bytes == 0 and last.bytes == 10**8
+    assert last.expected_s == pytest.approx(0.010) and last.took_s == 0.020
+    for _ in range(60):
+        rates.observe(4, 0.020, 0.008, 10**8, 0.005)
+    assert rates.forecasts.last().expected_bytes == pytest.approx(10**8, rel=0.01)
+    by_way = rates.forecasts.snapshot(3)["by_way"]
+    assert by_way["fill"]["steps"] == 61 and by_way["resident"]["off"] == pytest.approx(0.0)
+    assert by_way["fill"]["took_s"] == pytest.approx(0.020)
+    rates.observe(MOST_DECODE_TOKENS + 1, 1.0, 0.0, 0, 0.0)  # a piece of a prompt
+    assert len(rates.forecasts.snapshot(3)["last"]) == 3 and rates.forecasts.last().n_tokens == 4
+
+
+def test_only_the_last_forecasts_are_kept() -> None:
+    log = ForecastLog(2)
+    for n in range(5):
+        log.add(StepForecast("in place", n, 1.0, 2.0, 0, 0))
+    assert len(log) == 2 and [row["n_tokens"] for row in log.snapshot()["last"]] == [3, 4]
+    assert log.snapshot()["by_way"]["in place"] == {"steps": 5, "expected_s": 1.0, "took_s": 2.0, "off": 0.5}

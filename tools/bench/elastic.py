@@ -269,7 +269,9 @@ def measure_row(llm: LLM, setting: Setting, args: argparse.Namespace, deadline: 
             llm.loaded.engine.audit()
     except Exception as error:  # the other rows are wanted all the same
         row["error"] = f"{type(error).__name__}: {error}"
-    row["memory_report"] = {k: v for k, v in llm.memory().items() if k.endswith("_bytes")}
+    report = llm.memory()
+    row["forecasts"] = report.get("forecasts", {}).get("by_way", {})  # of steps, since the model was loaded
+    row["memory_report"] = {k: v for k, v in report.items() if k.endswith("_bytes")}
     return row
 
 
