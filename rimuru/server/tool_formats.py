@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rimuru.text.plain_tools import knows_tools
+
 Kind = Literal["json", "tagged", "headed", "mistral", "python", "harmony"]
 
 
@@ -105,10 +107,13 @@ _TOKEN_MARKS: tuple[tuple[str, ToolFormat], ...] = (
 
 
 def tool_format(template_source: str, has_token: Callable[[str], bool] = lambda text: False) -> ToolFormat:
-    """The format that a chat template teaches its model; where it teaches none, the one of the vocabulary's marks."""
+    """The format that a chat template teaches its model; where it speaks of tools but teaches none, the one of the
+    vocabulary's marks. A template without a word of tools gets them in plain words (text/plain_tools.py)."""
     for marks, fmt in _TEMPLATE_MARKS:
         if all(mark in template_source for mark in marks):
             return fmt
+    if not knows_tools(template_source):
+        return BARE
     return next((fmt for mark, fmt in _TOKEN_MARKS if has_token(mark)), BARE)
 
 

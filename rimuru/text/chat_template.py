@@ -11,6 +11,7 @@ from jinja2 import nodes
 from rimuru.base.errors import BadInputError
 from rimuru.text.guard import Guard, RenderedChat
 from rimuru.text.messages import normalise_messages
+from rimuru.text.plain_tools import knows_tools, with_plain_tools
 from rimuru.text.sandbox import TemplateEnvironment, TemplateRefusal
 from rimuru.text.tokenizer import Tokenizer
 
@@ -100,6 +101,8 @@ class ChatTemplate:
         if clash:
             raise BadInputError(f"chat template variable {clash[0]!r} is reserved")
         normal = normalise_messages(messages, self._sources[name])
+        if not knows_tools(self._sources[name]):
+            normal = with_plain_tools(normal, tools)
         guard = Guard(self._control_texts, [normal, tools, documents, variables])
         # A template that looks for a control token in earlier answers (to cut off the reasoning) must find it there.
         marked = [

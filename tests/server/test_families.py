@@ -141,13 +141,13 @@ FAMILIES = {
         reasoning="",
     ),
     "llama3": Family(
-        "<|python_tag|>",
+        "<|python_tag|> tools",
         ("<|python_tag|>", '{"name": "weather", ', '"parameters": {"unit": "kälvin", "exact"', ": true}}"),
         control=("<|python_tag|>",),
         reasoning="", content="", calls=(("weather", ARGUMENTS),),
     ),
     "gpt-oss": Family(
-        "<|channel|> <|message|>",
+        "<|channel|> <|message|> tools",
         ("<|channel|>", "analysis", "<|message|>", "hm, {", "<|end|>", "<|start|>", "assistant",
          "<|channel|>commentary", "<|message|>Look.<|end|>", "<|start|>assistant",
          "<|channel|>commentary to=functions.weather ", "<|constrain|>", "json<|message|>", '{"unit": "kälvin", ',

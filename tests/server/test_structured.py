@@ -151,13 +151,20 @@ def test_constrained_and_free_answers_run_together(script: Any) -> None:
     assert set(answers[::2]) == {ALPHABET} and all(json.loads(a) in ("XYZ", 12) for a in answers[1::2])
 
 
-def test_tool_choice_makes_a_call(script: Any) -> None:
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A template without tools is told of them in words, and each byte is a token."""
+    with running(write_script_model(tmp_path_factory.mktemp("roomy") / "roomy.gguf", context=2048)) as server:
+        yield server
+
+
+def test_tool_choice_makes_a_call(roomy: Running) -> None:
     for choice, names in (
         ("required", {"weather", "now"}),
         ({"type": "function", "function": {"name": "weather"}}, {"weather"}),
     ):
         for stream in (False, True):
-            answer = ask(script, tools=TOOLS, tool_choice=choice, temperature=2, seed=3, stream=stream)
+            answer = ask(roomy, tools=TOOLS, tool_choice=choice, temperature=2, seed=3, stream=stream)
             if stream:
                 _, content, calls, reason = gather(answer)
             else:

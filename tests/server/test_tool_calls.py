@@ -346,7 +346,8 @@ def test_formats_are_known_by_their_templates() -> None:
         ("plain", formats.BARE),
     ):
         assert tool_format(text) is fmt
-    assert tool_format("plain", lambda text: text == "[TOOL_CALLS]") is formats.MISTRAL
+    assert tool_format("{{ tools }}", lambda text: text == "[TOOL_CALLS]") is formats.MISTRAL
+    assert tool_format("plain", lambda text: True) is formats.BARE
     assert tool_format("<tool_call>", lambda text: True) is formats.HERMES
 
 

@@ -77,9 +77,9 @@ def test_a_call_without_text_is_known_by_null(small_bpe: Tokenizer, content: str
     message: dict[str, Any] = {"role": "assistant", "tool_calls": [call()]}
     if content != "absent":
         message["content"] = content
-    asks = "{% if messages[0]['content'] is none %}call{% else %}text{% endif %}"
+    asks = "{# tools #}{% if messages[0]['content'] is none %}call{% else %}text{% endif %}"
     assert render(small_bpe, asks, [message]) == "call"
-    assert render(small_bpe, "{{ messages[0].content[:3] }}|", [message]) == "|"
+    assert render(small_bpe, "{# tools #}{{ messages[0].content[:3] }}|", [message]) == "|"
     assert render(small_bpe, asks, [{"role": "assistant", "content": None}]) == "text"
     assert render(small_bpe, asks, [{**message, "content": "x"}]) == "text"
 
@@ -108,7 +108,7 @@ def test_reasoning_under_the_name_that_the_template_knows(small_bpe: Tokenizer) 
 def test_one_text_before_a_call_where_a_template_refuses_two(small_bpe: Tokenizer) -> None:
     source = (
         "{% set message = messages[0] %}{% if message.content and message.thinking %}{{ raise_exception('both') }}"
-        "{% endif %}{{ message.thinking }}"
+        "{% endif %}{{ message.thinking }}{# tools #}"
     )
     message = {"role": "assistant", "content": "Look.", "reasoning_content": "hm", "tool_calls": [call()]}
     assert render(small_bpe, source, [message]) == "hm\n\nLook."
@@ -145,3 +145,31 @@ def test_ids_that_are_names(small_bpe: Tokenizer) -> None:
 
 def test_other_templates_get_the_ids_that_were_sent(small_bpe: Tokenizer) -> None:
     assert render(small_bpe, IDS, HISTORY[:4]).split() == ["call_1", "abcDEF123", "abcDEF123", "call_1"]
+
+
+def test_templates_without_tools_are_told_of_them(small_bpe: Tokenizer) -> None:
+    source = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    for first in ([], [{"role": "system", "content": "Be kind."}]):
+        text = render(small_bpe, source, [*first, {"role": "user", "content": "hi"}], tools=tools)
+        assert text.count('{"name": "f", "parameters": {"type": "object"}}') == 1 and text.endswith("hi]")
+        assert text.startswith("[system:You can" if first else "[user:You can")
+    assert render(small_bpe, source, [{"role": "user", "content": "hi"}]) == "[user:hi]"
+    knows = source + "{{ tools | length }}"
+    assert render(small_bpe, knows, [{"role": "user", "content": "hi"}], tools=tools) == "[user:hi]1"
+
+
+def test_calls_and_results_for_templates_without_tools(small_bpe: Tokenizer) -> None:
+    source = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "Look.", "tool_calls": [call("f"), call("g", "")]},
+        {"role": "tool", "content": "1", "tool_call_id": "a"},
+        {"role": "tool", "content": "2", "tool_call_id": "b"},
+        {"role": "user", "content": "and?"},
+        {"role": "user", "content": "?"},
+    ]
+    assert render(small_bpe, source, messages) == (
+        f'[user:hi][assistant:Look.\n{{"name": "f", "parameters": {WRITTEN}}}\n{{"name": "g", "parameters": {{}}}}]'
+        "[user:Result of the tool: 1\nResult of the tool: 2\nand?\n?]"
+    )
