@@ -160,6 +160,7 @@ def expand(text: str, slots: Slots) -> str:
         chosen = slots.rng.choice(options) if number is None else options[number]
         text = text[: found.start()] + chosen + text[found.end() :]
     text = _SLOT.sub(lambda m: plural(slots[m[1]]) if m[2] else slots[m[1]], text)
+    text = re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text)
     lines = [" ".join(line.split()) for line in text.split("\n")]
     return _SENTENCE_START.sub(lambda m: m[1] + m[2].upper(), "\n".join(lines))
 
