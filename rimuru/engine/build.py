@@ -312,7 +312,7 @@ class _Builder:
                 if n_tokens == lengths[-1]:
                     raise
                 continue
-            if scratch_bytes <= pool_bytes or not self.resolved.memory_is_given:
+            if 2 * scratch_bytes <= pool_bytes or not self.resolved.memory_is_given:
                 break
         if n_tokens < self.resolved.max_step_tokens:
             log.info("prompts run in pieces of %d tokens, so that scratch leaves most of the memory", n_tokens)
