@@ -235,13 +235,13 @@ class _Builder:
     def _build_in_pool(self) -> LoadedModel:
         resolved, ops, layout = self.resolved, self.ops, self.layout
         self.reader = TensorReader(self.gguf, ops, self._advance)
-        self.workspace = Workspace(ops, resolved.max_step_tokens)
+        most_rows = ops.padded_sequences(resolved.max_sequences)
+        self.workspace = Workspace(ops, max(resolved.max_step_tokens, most_rows))
         reader_stand_in = LateStore()
         context = BuildContext(
             self.model_config, self.gguf, ops, self.reader, self.workspace, layout, self.memory.base,
             reader_stand_in if layout.expert is not None else None, resolved.n_positions,
         )  # fmt: skip
-        most_rows = ops.padded_sequences(resolved.max_sequences)
         model = Model(context, most_rows)
         biases, factors = expert_biases(layout, self.reader), expert_factors(layout, self.reader)
         dense_bytes = self.reader.n_bytes
@@ -287,7 +287,7 @@ class _Builder:
         groups = () if layout.kv is None else layout.kv.groups
         blocks = sum(ceil_div(n_tokens, group.page_tokens) for group in groups)
         columns = sum(len(part.layers) for part in (layout.ssm, layout.conv) if part is not None)
-        return self.ops.reserve(self.resolved.max_step_tokens, most_rows, blocks * most_rows, columns)
+        return self.ops.reserve(self.workspace.max_tokens, most_rows, blocks * most_rows, columns)
 
     def _advance(self, n_bytes: int) -> None:
         self._done += n_bytes
@@ -305,7 +305,8 @@ class _Builder:
             fixed_bytes += places_bytes(self.layout.expert)
         lengths = piece_lengths(self.resolved.max_step_tokens, most_rows, asked)
         for n_tokens in lengths:
-            scratch_bytes = fixed_bytes + self.workspace.bytes_for(n_tokens)
+            n_rows = max(n_tokens, most_rows)  # all sequences decode in one step, however short prompts' pieces are
+            scratch_bytes = fixed_bytes + self.workspace.bytes_for(n_rows)
             try:
                 pool_bytes, context = self._plan_pool(dense_bytes, scratch_bytes)
             except NotEnoughMemoryError:
@@ -320,7 +321,7 @@ class _Builder:
         if self.config.context is None and context < self.resolved.n_positions:
             memory = human_bytes(self.resolved.memory_bytes)
             log.info("context lowered from %d to %d tokens, to fit in %s", self.resolved.n_positions, context, memory)
-        self.workspace.allocate(n_tokens)
+        self.workspace.allocate(n_rows)
         self._map_pool(pool_bytes)
         return scratch_bytes, context
 

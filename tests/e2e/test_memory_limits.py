@@ -10,6 +10,7 @@ import pytest
 
 from rimuru import LLM, SamplingParams
 from rimuru.base.errors import NotEnoughMemoryError
+from rimuru.engine.rehearse import batch_of
 from rimuru.engine.resolve import piece_lengths
 from tools.make_random_gguf import write_random_model
 
@@ -160,3 +161,15 @@ def test_scratch_shrinks_before_a_budget_is_refused(model: Path, answers: list[l
         assert 32 <= llm.loaded.resolved.max_step_tokens < longest
         assert [a.token_ids for a in llm.generate(PROMPTS, GREEDY)] == answers
     assert piece_lengths(512, 8, False) == [512, 256, 128, 64, 32] and piece_lengths(512, 100, False)[-1] == 128
+
+
+def test_a_step_holds_every_sequence_however_short_pieces_are(model: Path) -> None:
+    """Each running sequence may want a token in the same step, and a device pads such steps: the scratch holds them."""
+    with LLM(model, device="cpu", max_step_tokens=8, max_sequences=24) as llm:
+        engine = llm.loaded.engine
+        engine._begin()
+        logits = engine.runner.run(batch_of([1] * 24, engine.layout))
+        assert logits.shape == (24, engine.n_vocab)
+        assert [a.token_ids for a in llm.generate(PROMPTS[:4] * 5, GREEDY)][4:8] == [
+            a.token_ids for a in llm.generate(PROMPTS[:4], GREEDY)
+        ]
