@@ -196,13 +196,12 @@ def supervise(options: argparse.Namespace) -> int:
     ready.unlink(missing_ok=True)
     logs = [(options.log or options.out).joinpath(f"worker-{i}.log").open("w") for i in range(options.workers)]
     running = {0: start_worker(0, options, logs[0])}
-    restarts = 0
+    restarts, all_started = 0, False
     while running and time.time() < options.until + 30:
         time.sleep(0.5)
-        if len(running) < options.workers and ready.exists() and restarts == 0:
-            for i in range(1, options.workers):
-                if i not in running:
-                    running[i] = start_worker(i, options, logs[i])
+        if not all_started and ready.exists():
+            running |= {i: start_worker(i, options, logs[i]) for i in range(1, options.workers)}
+            all_started = True
         for i, process in list(running.items()):
             if process.poll() is None:
                 continue
@@ -211,7 +210,7 @@ def supervise(options: argparse.Namespace) -> int:
                 running[i] = start_worker(i, options, logs[i])
             else:
                 del running[i]
-        if restarts and not ready.exists() and restarts > MAX_RESTARTS:
+        if restarts > MAX_RESTARTS and not all_started:
             break
     for process in running.values():
         process.terminate()
