@@ -184,16 +184,32 @@ class Engine:
         try:
             logits = self.runner.run(self._batch(plan.items))
             fetch = self.sampler.start(logits, sampling)
-        except Exception as error:
-            self._fail_step(plan.items, error)
+        except Exception as broken:
+            self._fail_step(plan.items, broken)
             return None
-        return Flight.launch(plan.items, sampling, fetch)
+        flight = Flight.launch(plan.items, sampling, fetch)
+        for item, error in self._unread(plan.items):
+            self._fail_step([item], error)
+        return flight
 
     def _batch(self, items: list[PlannedTokens], all_logits: bool = False) -> Batch:
         batch = assemble(items, self.cache, self.layout, all_logits)
         if self.replay is not None:
             batch.expert_ids = self.replay.ids_of(items)
         return batch
+
+    def _unread(self, items: list[PlannedTokens]) -> list[tuple[PlannedTokens, BaseException]]:
+        """Items of the step that was run, some of whose tokens chose an expert that could not be read. No sequence
+        depends on the rows of another, so the others go on."""
+        unread = [] if self.store is None else self.store.take_unread()
+        failed, first = [], 0
+        for item in items:
+            rows = range(first, first + item.n_tokens)
+            error = next((e.error for e in unread if np.isin(e.rows, rows).any()), None)
+            if error is not None:
+                failed.append((item, error))
+            first = rows.stop
+        return failed
 
     def land(self) -> bool:
         """Wait for the step in flight, tell the cache what was written, append the sampled tokens; the next report
@@ -243,9 +259,9 @@ class Engine:
             sequence.state = "finished"
         return list(plan.failed)
 
-    def _fail_step(self, items: list[PlannedTokens], error: Exception) -> None:
-        """A step that broke ends the requests in it, with the reason; what they wrote to the cache is not reused."""
-        log.error("a step with %d requests failed: %s", len(items), error, exc_info=not isinstance(error, RimuruError))
+    def _fail_step(self, items: list[PlannedTokens], error: BaseException) -> None:
+        """A step that broke for these ends their requests, with the reason; nothing of what they wrote is reused."""
+        log.error("a step failed for %d requests: %s", len(items), error, exc_info=not isinstance(error, RimuruError))
         for item in items:
             sequence = item.sequence
             if sequence.is_finished:
@@ -312,8 +328,10 @@ class Engine:
                 n_tokens = min(chunk, sequence.n_uncached)
                 self._reserve_for_score(sequence, n_tokens)
                 self._begin()
-                batch = self._batch([PlannedTokens(sequence, n_tokens, True)], all_logits=True)
-                rows = list(self.runner.run_scored(batch))
+                items = [PlannedTokens(sequence, n_tokens, True)]
+                rows = list(self.runner.run_scored(self._batch(items, all_logits=True)))
+                for _, error in self._unread(items):
+                    raise error
                 begin = sequence.n_cached
                 self.cache.commit(sequence.seq_id, sequence.tokens[begin : begin + n_tokens])
                 sequence.n_cached += n_tokens

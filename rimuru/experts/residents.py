@@ -8,6 +8,7 @@ Pages of a loading expert are pinned: no plan moves what a read is writing to.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,6 +18,14 @@ from rimuru.memory.allocator import PINNED_OWNER
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import ExpertLayout
 from rimuru.memory.views import ExpertView
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """An expert that a step wanted and did not get: the step's token rows that chose it, int64 [n], and why."""
+
+    rows: np.ndarray
+    error: BaseException
 
 
 class ResidentSet:
@@ -140,6 +149,10 @@ class ResidentSet:
     def flip(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Pages int32 [n] have been copied from sources to targets: read them there."""
         self.view.flip(sources, targets)
+
+    def take_unread(self) -> list[Unread]:
+        """What could not be read in the step that has just been run: results of these rows are worthless."""
+        return []
 
     def catch_up(self) -> None:
         """Note what steps have used that nobody has heard of yet."""

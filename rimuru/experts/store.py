@@ -6,6 +6,10 @@ one group of experts computes, the next is being read. Placement never changes a
 
     waves(slot, ids):   [resident]        [filled + buffers A]    [buffers B]    [buffers A] ...
     reads:              filled, A ------> B ------------------->  A ---------->
+
+An expert that cannot be read concerns the tokens that chose it. It counts as zeros in this step, which keeps numbers
+finite; its tokens' rows are noted, and the engine ends their requests (`take_unread`). No row depends on one of another
+request, so the others get what they would have got.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rimuru.base.errors import NotEnoughMemoryError
+from rimuru.base.errors import NotEnoughMemoryError, RimuruError, StoreReadError
 from rimuru.experts.residency import ResidencyPolicy
-from rimuru.experts.residents import ResidentSet
+from rimuru.experts.residents import ResidentSet, Unread
 from rimuru.experts.source import ExpertSource
 from rimuru.forward.context import Wave
 from rimuru.memory.adjuster import StepRates
@@ -93,6 +97,7 @@ class HostExpertStore(ResidentSet):
         self.rates = StepRates(way="fill" if fill_on_read else "buffers")
         self._loading: dict[tuple[int, int], tuple[np.ndarray, Future[float]]] = {}
         self._unreadable: set[tuple[int, int]] = set()
+        self._unread: list[Unread] = []
         self._clock = _StepClock()
         self._open_waves: Generator[Wave, None, None] | None = None
         self._executor = ThreadPoolExecutor(n_threads, thread_name_prefix="rimuru-read")
@@ -142,49 +147,89 @@ class HostExpertStore(ResidentSet):
         if not len(missing):
             yield Wave(table, None)
         else:
-            yield from self._waves_with_reads(layer_slot, table, experts, experts[resident], missing)
+            yield from self._waves_with_reads(layer_slot, table, ids, experts, experts[resident], missing)
         self._clock.last = time.perf_counter()
 
     def _waves_with_reads(
-        self, slot: int, table: ExpertTable, experts: np.ndarray, resident: np.ndarray, missing: np.ndarray
+        self,
+        slot: int,
+        table: ExpertTable,
+        ids: Array,
+        experts: np.ndarray,
+        resident: np.ndarray,
+        missing: np.ndarray,
     ) -> Iterator[Wave]:
         fills = self.claim_pages(slot, experts, missing)
         half = len(self._buffers) // 2
         halves = (self._buffers[:half], self._buffers[half:])
         rest = missing[~np.isin(missing, [expert for expert, _ in fills])]
         groups = [rest[i : i + half] for i in range(0, len(rest), half)] or [rest]
-        pending = self._read_all(slot, fills + list(zip(groups[0].tolist(), halves[0], strict=False)))
+        targets = fills + list(zip(groups[0].tolist(), halves[0], strict=False))
+        pending = self._read_all(slot, targets)
         unsettled = fills
         try:
             if len(resident):
                 yield Wave(table, self._mask(table, resident))
-            for number, group in enumerate(groups):
-                self._wait_for(pending)
+            for number in range(len(groups)):
+                lost = self._lost(slot, ids, targets, pending)
+                active = np.array([expert for expert, _ in targets], np.int64)
                 for expert, pages in unsettled:
-                    self.settle(slot, expert, pages)
-                active = np.concatenate([np.array([e for e, _ in unsettled], np.int64), group])
-                unsettled = []
+                    if expert not in lost:
+                        self.settle(slot, expert, pages)
+                        self._unreadable.discard((slot, expert))
+                unsettled = [fill for fill in unsettled if fill[0] in lost]
+                passing = unsettled + targets[len(fills) :]
                 if number + 1 < len(groups):
-                    following = zip(groups[number + 1].tolist(), halves[(number + 1) % 2], strict=False)
-                    pending = self._read_all(slot, list(following))
-                yield from self._with_buffers(slot, table, group, halves[number % 2], active)
-        finally:  # a failed read, or a step that failed in between: nothing may write to pages that others get
+                    targets = list(zip(groups[number + 1].tolist(), halves[(number + 1) % 2], strict=False))
+                    pending = self._read_all(slot, targets)
+                fills = []
+                yield from self._with_buffers(slot, table, passing, active)
+        finally:  # a step that failed in between: nothing may write to pages that others get
             for future in pending:
                 future.exception()
             for _, pages in unsettled:
                 self.give_up(pages)
 
+    def _lost(
+        self, slot: int, ids: Array, targets: list[tuple[int, np.ndarray]], pending: list[Future[float]]
+    ) -> set[int]:
+        """Wait for reads; the experts that did not come. They are zeros in their pages from now on, and the rows of
+        ids [T, k] that name them are noted."""
+        lost = set()
+        for (expert, pages), error in zip(targets, self._errors(pending), strict=True):
+            if error is None:
+                continue
+            layer = self.layout.layers[slot]
+            if not isinstance(error, RimuruError):
+                error = StoreReadError(f"expert {expert} of block {layer.layer} could not be read: {error}")
+            log.error("%s; it counts as zeros for the rest of this step", error)
+            self._blank(pages[: layer.n_pages])
+            self._unread.append(Unread(np.flatnonzero((ids == expert).any(axis=1)), error))
+            self._unreadable.add((slot, expert))
+            lost.add(expert)
+        return lost
+
+    def _blank(self, pages: np.ndarray) -> None:
+        """Fill expert pages with zeros, which every format of weights reads as zeros."""
+        for address in self.pool.addresses("expert", pages).tolist():
+            bytes_at(address, self.layout.page_bytes).fill(0)
+
+    def take_unread(self) -> list[Unread]:
+        """See ResidentSet.take_unread."""
+        unread, self._unread = self._unread, []
+        return unread
+
     def _with_buffers(
-        self, slot: int, table: ExpertTable, group: np.ndarray, buffers: list[np.ndarray], active: np.ndarray
+        self, slot: int, table: ExpertTable, passing: list[tuple[int, np.ndarray]], active: np.ndarray
     ) -> Iterator[Wave]:
-        """One wave with the experts of `group` readable in loading buffers."""
-        for expert, pages in zip(group.tolist(), buffers, strict=False):
+        """One wave with the experts of `passing` readable in pages that are not theirs."""
+        for expert, pages in passing:
             n_pages = self.layout.layers[slot].n_pages
             self.view.place_elsewhere(slot, expert, self.pool.addresses("expert", pages[:n_pages]))
         try:
             yield Wave(table, self._mask(table, active))
         finally:
-            for expert in group.tolist():
+            for expert, _ in passing:
                 self.view.place_elsewhere(slot, expert, 0)
 
     def _mask(self, table: ExpertTable, experts: np.ndarray) -> Array:
@@ -247,12 +292,22 @@ class HostExpertStore(ResidentSet):
 
     def _wait_for(self, pending: list[Future[float]]) -> None:
         """Wait for all reads; raises the first error only when none is under way any more."""
+        for error in self._errors(pending):
+            if error is not None:
+                raise error
+
+    def _errors(self, pending: list[Future[float]]) -> list[BaseException | None]:
+        """Wait for all reads; what went wrong with each."""
         started = time.perf_counter()
-        errors = [error for future in pending if (error := future.exception()) is not None]
+        errors = [self._error(future) for future in pending]
         self._clock.waited_s += time.perf_counter() - started
-        if errors:
-            raise errors[0]
-        self._clock.read_s += sum(future.result() for future in pending)
+        came = [future for future, error in zip(pending, errors, strict=True) if error is None]
+        self._clock.read_s += sum(future.result() for future in came)
+        return errors
+
+    def _error(self, future: Future[float]) -> BaseException | None:
+        """Wait for a read: None where its expert is in its pages now."""
+        return future.exception()
 
     # ---- reading beside the steps
     def loading(self) -> set[tuple[int, int]]:
@@ -278,7 +333,7 @@ class HostExpertStore(ResidentSet):
     def _arrive(self, slot: int, expert: int) -> None:
         """Wait for a read of `expand`. One that fails concerns no request: its pages go back."""
         pages, future = self._loading.pop((slot, expert))
-        error = future.exception()
+        error = self._error(future)
         if error is None:
             self.settle(slot, expert, pages)
             return
@@ -290,6 +345,7 @@ class HostExpertStore(ResidentSet):
     def begin_step(self) -> None:
         """A new step starts: what the last one cost is noted, and experts that have arrived become readable."""
         self._end_waves()
+        self._unread = []
         clock = self._clock
         if clock.last > clock.began:
             busy_s = clock.read_s / self.n_threads

@@ -87,6 +87,10 @@ class TieredExpertStore(HostExpertStore):
         self.is_filled = False
         """False while steps are only gone through to learn their kernels, and while the pool is filled."""
         self._transfers: dict[Future[float], _Transfer] = {}
+        self._copy_errors: dict[Future[float], Exception] = {}
+        """Of reads that came to host memory but not to their pages."""
+        self._zeros = copier.alloc_host(layout.page_bytes)
+        self._zeros.fill(0)
         self._buffer_ids = {id(pages) for pages in self._buffers}
         self._mirrors = [ops.upload(view.layer(slot)) for slot in range(len(layout.layers))]
         self._tables = [
@@ -117,6 +121,7 @@ class TieredExpertStore(HostExpertStore):
         loading = {future for _, future in self._loading.values()}
         for future in [future for future in self._transfers if future not in loading]:
             self._abandon(future)
+        self._copy_errors = {future: error for future, error in self._copy_errors.items() if future in loading}
 
     # ---- from the file or host memory to pages
     def _read(self, slot: int, expert: int, pages: np.ndarray) -> Future[float]:
@@ -157,7 +162,8 @@ class TieredExpertStore(HostExpertStore):
         return self._free_staging.pop()
 
     def _deliver(self, futures: list[Future[float]]) -> None:
-        """Wait for reads and copy what they brought to their pages; those that failed are given up."""
+        """Wait for reads and copy what they brought to their pages; those that failed, or whose copy did, are given
+        up."""
         started, delivered = time.perf_counter(), []
         try:
             for future in futures:
@@ -167,8 +173,11 @@ class TieredExpertStore(HostExpertStore):
                 if future.exception() is not None:
                     self._abandon(future)
                     continue
-                copy_in(self.copier, self.pool, transfer.memory, transfer.pages)
                 delivered.append(future)
+                try:
+                    copy_in(self.copier, self.pool, transfer.memory, transfer.pages)
+                except Exception as error:
+                    self._copy_errors[future] = error
         finally:  # whoever gets these pages or buffers next must not find a copy still writing
             self.copier.wait()
         for future in delivered:
@@ -186,13 +195,19 @@ class TieredExpertStore(HostExpertStore):
         if transfer.staging >= 0:
             self._free_staging.append(transfer.staging)
 
-    def _wait_for(self, pending: list[Future[float]]) -> None:
+    def _errors(self, pending: list[Future[float]]) -> list[BaseException | None]:
         self._deliver(pending)
-        super()._wait_for(pending)
+        return super()._errors(pending)
 
-    def _arrive(self, slot: int, expert: int) -> None:
-        self._deliver([self._loading[slot, expert][1]])
-        super()._arrive(slot, expert)
+    def _error(self, future: Future[float]) -> BaseException | None:
+        if future in self._transfers:
+            self._deliver([future])
+        return self._copy_errors.pop(future, None) or future.exception()
+
+    def _blank(self, pages: np.ndarray) -> None:
+        for address in self.pool.addresses("expert", pages).tolist():
+            self.copier.copy_in(int(address), self._zeros)
+        self.copier.wait()
 
     # ---- residents that leave
     def take_out(self, slot: int, expert: int) -> np.ndarray:
