@@ -22,6 +22,7 @@
 #define MAX_EXPERTS 1024
 #define MAX_COMERS 256
 #define FETCH_THREADS 256
+#define THREAD_EXPERTS (MAX_EXPERTS / FETCH_THREADS)
 #define VECTORS 4  // of 16 bytes, under way at once in a thread
 #define CHUNK_BYTES (FETCH_THREADS * VECTORS * 16)
 
@@ -71,40 +72,57 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
               const i64* __restrict__ buffers,    // [n_buffers, buffer_pages], pages of the loading buffers
               int n_buffers, int buffer_pages, int n_tokens, int top_k, int n_experts, int n_pages, int page_bytes) {
     __shared__ FetchPlan plan;
+    int thread = threadIdx.x;
+    for (int e = thread; e < n_experts; e += FETCH_THREADS) plan.chosen[e] = 0;
+    if (thread == 0) {
+        plan.n_tokens = plan.n_asked = plan.n_missed = plan.n_victims = plan.n_empty = plan.n_fills = 0;
+    }
     if (blockIdx.x == 0) {
         fetch_ahead(pages, 8ll * n_experts * n_pages);
         fetch_ahead(holders, 4ll * n_experts);
         fetch_ahead(place_of, 4ll * n_experts);
         fetch_ahead(scores, 4ll * n_experts);
         fetch_ahead(last_used, 4ll * n_experts);
-        fetch_ahead(counts, 4ll * n_experts);
+        fetch_ahead(buffered, 4ll * n_experts);
     }
     follow_predecessor();
-    int thread = threadIdx.x;
-    for (int e = thread; e < n_experts; e += FETCH_THREADS) plan.chosen[e] = 0;
-    if (thread == 0) {
-        plan.n_tokens = plan.n_asked = plan.n_missed = plan.n_victims = plan.n_empty = plan.n_fills = 0;
-    }
     __syncthreads();
+    // A thread's experts, and everything else that is read once: asked for together with the ids, not after them.
+    int place[THREAD_EXPERTS], stamp[THREAD_EXPERTS], holder[THREAD_EXPERTS], in_buffer[THREAD_EXPERTS];
+    float score[THREAD_EXPERTS];
+    i64 first_page[THREAD_EXPERTS];
+#pragma unroll
+    for (int i = 0; i < THREAD_EXPERTS; i++) {
+        int e = thread + i * FETCH_THREADS;
+        if (e >= n_experts) break;
+        place[i] = place_of[e], stamp[i] = last_used[e], holder[i] = holders[e], in_buffer[i] = buffered[e];
+        score[i] = scores[e], first_page[i] = pages[(i64)e * n_pages];
+    }
+    bool by_recency = control[BY_RECENCY] != 0, all_come = control[ALL_COME] != 0;
+    int may_fill = min(control[MOST_FILLS], MAX_COMERS), may_buffer = min(control[MOST_BUFFERED], n_buffers);
+    float decay_tokens = __int_as_float(control[DECAY]);
+    int step = totals[STEPS] + 1;
     for (int i = thread; i < n_tokens * top_k; i += FETCH_THREADS) {
-        int e = ids[i], token = i / top_k;
-        if (positions[token] < 0) continue;
+        int e = ids[i], position = positions[i / top_k];
+        if (position < 0) continue;
         if (i % top_k == 0) atomicAdd(&plan.n_tokens, 1);
         if ((u32)e < (u32)n_experts) atomicAdd(&plan.chosen[e], 1);
     }
     __syncthreads();
     // Who is concerned, and in which order.
-    bool by_recency = control[BY_RECENCY] != 0, all_come = control[ALL_COME] != 0;
-    float time = (float)max(plan.n_tokens, 1) / __int_as_float(control[DECAY]);
+    float time = (float)max(plan.n_tokens, 1) / decay_tokens;
     float decay = expf(-time), gain = -expm1f(-time) / time;
-    for (int e = thread; e < n_experts; e += FETCH_THREADS) {
+#pragma unroll
+    for (int i = 0; i < THREAD_EXPERTS; i++) {
+        int e = thread + i * FETCH_THREADS;
+        if (e >= n_experts) break;
         int n = plan.chosen[e];
-        bool resident = place_of[e] >= 0;
-        u64 heat = (u64)__float_as_uint(new_score(scores[e], decay, gain, n));  // of numbers >= 0, in their order
+        bool resident = place[i] >= 0, is_empty = first_page[i] != 0 && holder[i] < 0;
+        score[i] = new_score(score[i], decay, gain, n);
+        u64 heat = (u64)__float_as_uint(score[i]);  // of numbers >= 0, in their order
         int kind = n > 0 ? (resident ? NOT_CONCERNED : MISSED) : (resident ? MAY_LEAVE : NOT_CONCERNED);
         plan.kinds[e] = (u8)kind;
-        plan.keys[e] = kind == MAY_LEAVE && by_recency ? (u64)(u32)last_used[e] << 32 | heat : heat;
-        bool is_empty = pages[(i64)e * n_pages] != 0 && holders[e] < 0;
+        plan.keys[e] = kind == MAY_LEAVE && by_recency ? (u64)(u32)stamp[i] << 32 | heat : heat;
         plan.empty[e] = is_empty;
         if (n > 0) atomicAdd(&plan.n_asked, 1);
         if (kind == MISSED) atomicAdd(&plan.n_missed, 1);
@@ -112,9 +130,8 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
         if (is_empty) atomicAdd(&plan.n_empty, 1);
     }
     __syncthreads();
-    int most = min(min(plan.n_missed, min(control[MOST_FILLS], MAX_COMERS)), plan.n_empty + plan.n_victims);
-    int most_buffered = min(control[MOST_BUFFERED], n_buffers);
-    bool somebody_comes = plan.n_missed > 0 && most + most_buffered > 0;
+    int most = min(min(plan.n_missed, may_fill), plan.n_empty + plan.n_victims);
+    bool somebody_comes = plan.n_missed > 0 && most + may_buffer > 0;
     // Nobody comes: the first block counts alone, and changes nothing by which the others see that nobody comes.
     if (!somebody_comes && blockIdx.x > 0) return;
     if (somebody_comes) {
@@ -141,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
         __syncthreads();
     }
     int n_fills = plan.n_fills, page_chunks = (page_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
-    int n_buffered = min(min(plan.n_missed, MAX_COMERS) - n_fills, most_buffered);
+    int n_buffered = min(min(plan.n_missed, MAX_COMERS) - n_fills, may_buffer);
     for (int c = blockIdx.x; c < (n_fills + n_buffered) * n_pages * page_chunks; c += gridDim.x) {
         int chunk = c % page_chunks, page = c / page_chunks % n_pages, i = c / page_chunks / n_pages;
         const uint4* from = (const uint4*)(homes[plan.comers[i]] + (i64)page * page_bytes);
@@ -168,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
         if (!plan.is_last) return;
         __threadfence();
     }
-    // Everybody has copied, and read what follows for the last time.
+    // Everybody has copied, and has read what follows.
     for (int i = thread; i < n_fills * n_pages; i += FETCH_THREADS) {
         int fill = i / n_pages, page = i % n_pages, victim = plan.victims[fill], comer = plan.comers[fill];
         if (victim >= 0) addresses[(i64)victim * n_pages + page] = homes[victim] + (i64)page * page_bytes;
@@ -179,40 +196,41 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
         place_of[plan.comers[fill]] = plan.places[fill];
         holders[plan.places[fill]] = plan.comers[fill];
     }
-    __syncthreads();
-    // Whoever was in a buffer the last time is read at home again, unless in a place by now.
-    for (int e = thread; e < n_experts; e += FETCH_THREADS) {
-        if (!buffered[e]) continue;
-        buffered[e] = 0;
-        if (place_of[e] >= 0) continue;
-        for (int page = 0; page < n_pages; page++)
-            addresses[(i64)e * n_pages + page] = homes[e] + (i64)page * page_bytes;
+    if (somebody_comes) __syncthreads();
+#pragma unroll
+    for (int i = 0; i < THREAD_EXPERTS; i++) {
+        int e = thread + i * FETCH_THREADS;
+        if (e >= n_experts) break;
+        int n = plan.chosen[e];
+        // Whoever was in a buffer the last time is read at home again, unless in a place by now.
+        if (in_buffer[i]) {
+            buffered[e] = 0;
+            if ((n_fills > 0 ? place_of[e] : place[i]) < 0) {
+                for (int page = 0; page < n_pages; page++)
+                    addresses[(i64)e * n_pages + page] = homes[e] + (i64)page * page_bytes;
+            }
+        }
+        scores[e] = score[i];
+        if (n == 0) continue;
+        last_used[e] = step;
+        atomicAdd((u32*)counts + e, (u32)n);  // nobody waits for what it returns
     }
-    __syncthreads();
+    for (int i = thread; i < n_tokens * top_k; i += FETCH_THREADS) {
+        if (positions[i / top_k] < 0) ids[i] = -1;
+    }
+    if (somebody_comes) __syncthreads();
     for (int i = thread; i < n_buffered * n_pages; i += FETCH_THREADS) {
         int buffer = i / n_pages, page = i % n_pages, comer = plan.comers[n_fills + buffer];
         addresses[(i64)comer * n_pages + page] = buffers[(i64)buffer * buffer_pages + page];
         buffered[comer] = 1;
     }
-    int step = totals[STEPS] + 1;
-    for (int e = thread; e < n_experts; e += FETCH_THREADS) {
-        int n = plan.chosen[e];
-        scores[e] = new_score(scores[e], decay, gain, n);
-        if (n == 0) continue;
-        last_used[e] = step;
-        counts[e] = (int)((u32)counts[e] + (u32)n);
-    }
-    for (int i = thread; i < n_tokens * top_k; i += FETCH_THREADS) {
-        if (positions[i / top_k] < 0) ids[i] = -1;
-    }
-    __syncthreads();
     if (thread == 0) {
         totals[STEPS] = step;
-        totals[TOKENS] = (int)((u32)totals[TOKENS] + (u32)plan.n_tokens);
-        totals[ASKED] = (int)((u32)totals[ASKED] + (u32)plan.n_asked);
-        totals[HITS] = (int)((u32)totals[HITS] + (u32)(plan.n_asked - plan.n_missed));
-        totals[FILLS] = (int)((u32)totals[FILLS] + (u32)n_fills);
-        totals[BUFFERED] = (int)((u32)totals[BUFFERED] + (u32)n_buffered);
+        atomicAdd((u32*)totals + TOKENS, (u32)plan.n_tokens);
+        atomicAdd((u32*)totals + ASKED, (u32)plan.n_asked);
+        atomicAdd((u32*)totals + HITS, (u32)(plan.n_asked - plan.n_missed));
+        if (n_fills > 0) atomicAdd((u32*)totals + FILLS, (u32)n_fills);
+        if (n_buffered > 0) atomicAdd((u32*)totals + BUFFERED, (u32)n_buffered);
     }
 }
 
