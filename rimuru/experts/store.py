@@ -166,23 +166,23 @@ class HostExpertStore(ResidentSet):
         groups = [rest[i : i + half] for i in range(0, len(rest), half)] or [rest]
         targets = fills + list(zip(groups[0].tolist(), halves[0], strict=False))
         pending = self._read_all(slot, targets)
-        unsettled = fills
+        unsettled, n_fills = fills, len(fills)
         try:
             if len(resident):
                 yield Wave(table, self._mask(table, resident))
             for number in range(len(groups)):
                 lost = self._lost(slot, ids, targets, pending)
                 active = np.array([expert for expert, _ in targets], np.int64)
-                for expert, pages in unsettled:
+                for expert, pages in targets[:n_fills]:
                     if expert not in lost:
                         self.settle(slot, expert, pages)
                         self._unreadable.discard((slot, expert))
-                unsettled = [fill for fill in unsettled if fill[0] in lost]
-                passing = unsettled + targets[len(fills) :]
+                unsettled = [fill for fill in unsettled if not self.residency.resident[slot, fill[0]]]
+                passing = [target for target in targets[:n_fills] if target[0] in lost] + targets[n_fills:]
                 if number + 1 < len(groups):
                     targets = list(zip(groups[number + 1].tolist(), halves[(number + 1) % 2], strict=False))
                     pending = self._read_all(slot, targets)
-                fills = []
+                n_fills = 0
                 yield from self._with_buffers(slot, table, passing, active)
         finally:  # a step that failed in between: nothing may write to pages that others get
             for future in pending:
