@@ -89,7 +89,7 @@ def break_reads(llm: LLM, is_broken: Callable[[Place], bool]) -> None:
             raise StoreReadError(f"expert {expert} of slot {slot}: checksum mismatch")
         original(slot, expert, out)
 
-    store.source.read_expert = read  # type: ignore[method-assign]
+    store.source.read_expert = read  # type: ignore[method-assign, assignment]
 
 
 def run(llm: LLM) -> list[Sequence]:
