@@ -126,11 +126,11 @@ def common_options() -> argparse.ArgumentParser:
     group.add_argument("--resident-experts", metavar="N|SHARE", help="fixed number or share (0.5) of resident experts")
     group.add_argument("--expert-offload-limit", type=int, metavar="N", help="most experts that may be non-resident")
     for name, what in (
-        ("prefetch", "bringing the next layer's experts while one computes"),
-        ("prediction", "bringing experts that are expected to be chosen"),
+        ("prefetch", "loading buffers, through which experts come that find no place in the pool (CUDA)"),
+        ("prediction", "bringing experts before a router has chosen them (`simulate` only: engines never do it)"),
         ("fill-on-read", "keeping experts that were read"),
-        ("in-place", "reading experts where they lie in host memory"),
-        ("cpu-experts", "computing cold experts on the CPU"),
+        ("in-place", "reading experts where they lie in host memory (CUDA); they come in turns where buffers are few"),
+        ("cpu-experts", "computing cold experts on the CPU for a GPU (this version never does it)"),
     ):
         group.add_argument(f"--no-{name}", dest=name.replace("-", "_"), action="store_false", help=f"turn off {what}")
     parser.add_argument("--seed", type=int, metavar="S")

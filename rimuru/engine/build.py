@@ -40,7 +40,15 @@ from rimuru.engine.room import CompactingRoom, ElasticPolicy, ExpertRoom
 from rimuru.engine.runner import Runner
 from rimuru.engine.sampler import Sampler
 from rimuru.engine.scheduler import Scheduler
-from rimuru.engine.stores import ExpertStore, LateStore, StoreParts, expert_ram_bytes, needs_disk, wave_buffers
+from rimuru.engine.stores import (
+    ExpertStore,
+    LateStore,
+    StoreParts,
+    expert_ram_bytes,
+    may_read_in_place,
+    needs_disk,
+    wave_buffers,
+)
 from rimuru.experts.device_places import n_loading_buffers, places_bytes
 from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.hotset import find_profile
@@ -337,7 +345,7 @@ class _Builder:
             )
         self.n_buffers = 0
         bytes_in_ram = expert_ram_bytes(self.config, resolved.device, layout)
-        self.needs_disk = needs_disk(layout.expert, resolved.device, left, bytes_in_ram)
+        self.needs_disk = self.by_waves = needs_disk(layout.expert, resolved.device, left, bytes_in_ram)
         if layout.expert is not None and (resolved.device == "cpu" or self.needs_disk):
             self.n_buffers = wave_buffers(self.model_config, layout.expert, left)
         self.quotas = self._quotas(left)
@@ -345,6 +353,11 @@ class _Builder:
         if layout.expert is not None and resolved.device == "cuda" and brings and not self.needs_disk:
             spare_bytes = left - self._reserved_pages() * layout.expert.page_bytes
             self.n_buffers = n_loading_buffers(layout.expert, left, spare_bytes)
+        if layout.expert is not None and resolved.device == "cuda" and not (self.config.in_place or self.needs_disk):
+            self.by_waves = may_read_in_place(layout.expert, self.config, self.quotas, self.n_buffers, bytes_in_ram)
+            if self.by_waves:
+                self.n_buffers = wave_buffers(self.model_config, layout.expert, left)
+                log.warning("nothing is read in place: experts come by the host, in turns, which is slow")
         if not resolved.memory_is_given:
             left = min(left, wanted_pool_bytes(layout, resolved.n_positions, resolved.max_sequences, self.n_buffers))
         longest = longest_request(layout, left, self._reserved_pages(), resolved.n_positions, resolved.max_step_tokens)
@@ -409,8 +422,8 @@ class _Builder:
         if self.resolved.device == "cpu":
             return parts.host(self.n_buffers)
         bytes_in_ram = expert_ram_bytes(self.config, self.resolved.device, self.layout)
-        store = None if self.needs_disk else parts.device(self.n_buffers, bytes_in_ram)
-        if store is None and not self.needs_disk:
+        store = None if self.by_waves else parts.device(self.n_buffers, bytes_in_ram)
+        if store is None and not self.by_waves:
             self.n_buffers = wave_buffers(self.model_config, layout, self.pool.total_bytes)
         return store or parts.tiered(self.n_buffers, bytes_in_ram)
 

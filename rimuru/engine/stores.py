@@ -3,6 +3,7 @@
     pool is RAM (CPU)                                   HostExpertStore      absent experts are read from the file
     a device, host memory holds those outside the pool  DeviceExpertStore    kernels read them in place, or bring them
     a device, it does not, or cannot be pinned          TieredExpertStore    a copy in host memory or the file, by waves
+    a device, and nothing may be read in place          TieredExpertStore    unless loading buffers take all of a layer
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rimuru.arch.spec import ModelConfig, MoeSpec
 from rimuru.config import EngineConfig
 from rimuru.engine.resolve import buffer_experts, ram_bytes, snapshot_ram_bytes, swap_ram_bytes
 from rimuru.engine.room import ExpertRoom
-from rimuru.experts.device_store import DeviceExpertStore
+from rimuru.experts.device_store import DeviceExpertStore, home_bytes
 from rimuru.experts.host_arena import BLOCK_BYTES, PinningError
 from rimuru.experts.source import ExpertSource
 from rimuru.experts.store import HostExpertStore
@@ -25,6 +26,7 @@ from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import ExpertLayout, PoolLayout
 from rimuru.memory.views import ExpertView
 from rimuru.ops.base import Array, Copier, Ops
+from rimuru.ops.places import MAX_COMERS
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,17 @@ def needs_disk(layout: ExpertLayout | None, device: str, pool_bytes: int, ram_by
     if layout is None or device == "cpu":
         return False
     return layout.n_pages * layout.page_bytes > POOL_SHARE * pool_bytes + RAM_SHARE * ram_bytes
+
+
+def may_read_in_place(
+    layout: ExpertLayout, config: EngineConfig, quotas: list[int] | None, n_buffers: int, ram_bytes: int
+) -> bool:
+    """Whether a DeviceExpertStore may come to read experts where they lie in host memory."""
+    if quotas is not None and sum(quotas) == layout.n_experts:
+        return False
+    widest = max(layer.n_experts for layer in layout.layers)
+    brings_all = min(n_buffers, MAX_COMERS) >= widest and home_bytes(layout) <= ram_bytes
+    return not (config.fill_on_read and config.prefetch and brings_all)
 
 
 def expert_ram_bytes(config: EngineConfig, device: str, layout: PoolLayout) -> int:

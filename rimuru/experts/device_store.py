@@ -63,6 +63,12 @@ WATCHED_STEPS = 16
 """While every expert is resident, one step of so many is counted: nothing can be missed, and counting takes time."""
 
 
+def home_bytes(layout: ExpertLayout) -> int:
+    """Host memory that takes a copy of every expert."""
+    needed_bytes = layout.n_pages * layout.page_bytes
+    return needed_bytes + needed_bytes // 64 + BLOCK_BYTES
+
+
 class DeviceExpertStore(ResidentSet):
     """Experts of a model whose pool is device memory; quotas and may_grow as ResidentSet says.
 
@@ -118,12 +124,11 @@ class DeviceExpertStore(ResidentSet):
         """Whether host memory takes a copy of every expert, and that is good for something."""
         if self.quotas is not None and sum(self.quotas) == self.layout.n_experts:
             return False
-        needed = self.layout.n_pages * self.layout.page_bytes
-        if needed + needed // 64 + BLOCK_BYTES <= ram_bytes:
+        if home_bytes(self.layout) <= ram_bytes:
             return True
         log.info(
             "%s of RAM do not hold a copy of all experts (%s): missed ones are read in place and not brought in",
-            human_bytes(ram_bytes), human_bytes(needed),
+            human_bytes(ram_bytes), human_bytes(self.layout.n_pages * self.layout.page_bytes),
         )  # fmt: skip
         return False
 

@@ -9,6 +9,7 @@ import pytest
 
 from rimuru import LLM, SamplingParams
 from rimuru.experts.device_store import DeviceExpertStore
+from rimuru.experts.tiered_store import TieredExpertStore
 from tools.make_random_gguf import write_random_model
 
 pytestmark = pytest.mark.gpu
@@ -71,6 +72,14 @@ def test_batches_of_graphs_answer_alike(model: Path, switches: str, answers: lis
             assert [a.token_ids for a in llm.generate(PROMPTS, GREEDY)] == answers
             llm.loaded.engine.audit()
         assert llm.loaded.ops.graphs.n_graphs > 0
+
+
+def test_nothing_is_read_in_place_where_that_is_off(model: Path, answers: list[list[int]]) -> None:
+    with open_model(model, resident_experts=0.4, in_place=False) as llm:
+        assert [a.token_ids for a in llm.generate(PROMPTS, GREEDY)] == answers
+        llm.loaded.engine.audit()
+        store = llm.loaded.store
+        assert isinstance(store, TieredExpertStore) and store.counters.n_read > 0
 
 
 @pytest.mark.parametrize("poison", ["0", "1"])

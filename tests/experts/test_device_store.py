@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from rimuru import LLM, SamplingParams
+from rimuru.config import EngineConfig
 from rimuru.engine import build
-from rimuru.experts.device_store import DeviceExpertStore
+from rimuru.engine.stores import may_read_in_place
+from rimuru.experts.device_store import DeviceExpertStore, home_bytes
 from rimuru.memory.views import ExpertView
 from tools.make_random_gguf import write_random_model
 
@@ -90,7 +92,6 @@ def test_answers_are_the_same_whoever_decides(
     monkeypatch.setenv("RIMURU_POISON", "1")
     monkeypatch.setenv("RIMURU_AUDIT", "1")
     if name == "no room at home":
-        ram_bytes[0] = 400 << 20 if False else ram_bytes[0]
         monkeypatch.setattr(DeviceExpertStore, "_keeps_all_at_home", lambda self, ram_bytes: False)
     with open_tiny(model, tiny, **VARIANTS[name]) as llm:
         store = store_of(llm)
@@ -169,3 +170,19 @@ def test_the_hot_become_resident(model: Path, ram_bytes: list[int]) -> None:
             order = np.argsort(-probabilities[slot], kind="stable")
             n = int(resident[slot].sum())
             assert len(set(order[:n].tolist()) & set(np.flatnonzero(resident[slot]).tolist())) >= n - 1
+
+
+def test_when_nothing_need_be_read_in_place(model: Path) -> None:
+    """Where everybody is resident, or buffers take all of a layer, from memory that holds everybody."""
+    with LLM(model, device="cpu") as llm:
+        layout = llm.loaded.pool.layout.expert
+    assert layout is not None
+    widest, enough = max(layer.n_experts for layer in layout.layers), home_bytes(layout)
+    everybody = [layer.n_experts for layer in layout.layers]
+    config = EngineConfig(in_place=False)
+    assert not may_read_in_place(layout, config, everybody, 0, 0)
+    assert not may_read_in_place(layout, config, None, widest, enough)
+    assert may_read_in_place(layout, config, None, widest - 1, enough)
+    assert may_read_in_place(layout, config, None, widest, enough - 1)
+    for off in ("prefetch", "fill_on_read"):
+        assert may_read_in_place(layout, EngineConfig(in_place=False, **{off: False}), None, widest, enough)

@@ -40,7 +40,7 @@ from rimuru.engine.room import ExpertRoom
 from rimuru.request import Sequence
 
 ELASTIC = ("paper", "cost")
-SWITCHES = ("fill_on_read", "prefetch", "prediction", "in_place", "cpu_experts")
+SWITCHES = ("fill_on_read", "prefetch", "in_place")
 LONG_PROMPT = 2048
 
 
