@@ -401,11 +401,13 @@ class _Builder:
         return self.n_buffers * layout.max_pages + fixed
 
     def _least_pool_bytes(self) -> int:
-        """A pool in which nothing but the loading buffers and one short request would still work."""
+        """A pool in which nothing but the loading buffers and one short request would still work, as much as a device
+        can map."""
         layout = self.layout
         buffers = 0 if layout.expert is None else self._reserved_pages() * layout.expert.page_bytes
         short = request_bytes(layout, min(MIN_CONTEXT_TOKENS, self.resolved.n_positions))
-        return buffers + short + layout.huge_bytes * (2 if layout.ssm is not None else 1)
+        least_bytes = buffers + short + layout.huge_bytes * (2 if layout.ssm is not None else 1)
+        return -whole_granules(-least_bytes, self.resolved.device)  # rounded up
 
     def _make_store(
         self, biases: list[dict[str, Array]], factors: list[dict[str, Array]], room: ExpertRoom

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 
@@ -72,10 +73,10 @@ def params(i: int) -> SamplingParams:
     return SamplingParams(20 + 5 * i, 0.0 if i % 2 else 0.9, seed=i, ignore_eos=True, repetition_penalty=penalty)
 
 
-def solo(engine: Engine, all_prompts: list[list[int]]) -> list[list[int]]:
+def solo(engine: Engine, all_prompts: list[list[int]], ways: list[SamplingParams]) -> list[list[int]]:
     answers = []
-    for i, prompt in enumerate(all_prompts):
-        sequence = engine.add(prompt, params(i))
+    for prompt, way in zip(all_prompts, ways, strict=True):
+        sequence = engine.add(prompt, way)
         engine.run_until([sequence])
         answers.append(sequence.output_ids)
         empty(engine)
@@ -96,7 +97,7 @@ def test_random_preemption_and_resizing_change_no_answer(llm: LLM, engine: Engin
     """Whoever is last gives way at random steps, through host memory or (at random) by recompute; the pool shrinks and
     grows; prefixes vanish; some requests are cancelled. Every structure is audited after every step."""
     rng, all_prompts = random.Random(seed), prompts(seed, llm.loaded.engine.n_vocab)
-    expected = solo(engine, all_prompts)
+    expected = solo(engine, all_prompts, [params(i) for i in range(N_REQUESTS)])
     n_before, total = engine.cache.swap.n_loaded, llm.memory()["total_bytes"]
     sequences = [engine.add(prompt, params(i)) for i, prompt in enumerate(all_prompts)]
     doomed = [engine.add(prompt, params(i)) for i, prompt in enumerate(all_prompts[:2])]
@@ -130,18 +131,34 @@ def shrink(llm: LLM, n_bytes: int) -> None:
         llm.loaded.engine.audit()  # the pool works on as it was
 
 
-def test_too_little_memory_for_all(llm: LLM, engine: Engine) -> None:
-    """Requests that together need several times the pool: they take turns, and nothing runs twice."""
-    all_prompts = prompts(7, engine.n_vocab)
-    expected = solo(engine, all_prompts)
-    total = llm.memory()["total_bytes"]
-    loaded = llm.loaded
-    llm.resize(loaded.dense_bytes + loaded.scratch_bytes + max(loaded.least_pool_bytes, request_need(engine)))
+@dataclasses.dataclass
+class Crowd:
+    """As many requests as run at once, and their answers one by one. Together they need more than the least pool, which
+    a device maps in whole granules."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    answers: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def crowd(llm: LLM) -> Crowd:
+    n_output = 120 if llm.loaded.resolved.device == "cuda" else 40
+    all_prompts = [[(i * 37 + j * (i + 3)) % 200 for j in range(40)] for i in range(8)]
+    ways = [dataclasses.replace(params(i), max_tokens=n_output) for i in range(8)]
+    return Crowd(all_prompts, ways, solo(llm.loaded.engine, all_prompts, ways))
+
+
+def test_too_little_memory_for_all(llm: LLM, engine: Engine, crowd: Crowd) -> None:
+    """Requests that together need much more than the pool: they take turns, and nothing runs twice."""
+    total, loaded = llm.memory()["total_bytes"], llm.loaded
+    least_bytes = max(loaded.least_pool_bytes, request_need(engine, 40 + crowd.params[0].max_tokens))
+    llm.resize(loaded.dense_bytes + loaded.scratch_bytes + least_bytes)
     try:
         n_saved, n_preempted = engine.cache.swap.n_saved, engine.scheduler.n_preemptions
-        sequences = [engine.add(prompt, params(i)) for i, prompt in enumerate(all_prompts)]
+        sequences = [engine.add(prompt, way) for prompt, way in zip(crowd.prompts, crowd.params, strict=True)]
         engine.run_until(sequences)
-        assert [s.output_ids for s in sequences] == expected
+        assert [s.output_ids for s in sequences] == crowd.answers
         n_gave_way = engine.scheduler.n_preemptions - n_preempted
         assert engine.cache.swap.n_saved - n_saved == n_gave_way
         if not engine.cache.states:  # states are had at once or not at all: those requests wait instead
@@ -151,9 +168,9 @@ def test_too_little_memory_for_all(llm: LLM, engine: Engine) -> None:
     check_nothing_is_left(engine)
 
 
-def request_need(engine: Engine) -> int:
+def request_need(engine: Engine, n_tokens: int) -> int:
     """A pool that holds about two of the requests beside what must stay."""
-    needs = engine.cache.peak_pages(130, 48)
+    needs = engine.cache.peak_pages(n_tokens, 48)
     n_bytes = sum(n * engine.pool.allocator.unit_bytes(kind) for kind, n in needs.items())
     return 2 * n_bytes + 2 * engine.layout.huge_bytes
 
