@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -128,12 +129,13 @@ def test_nothing_allocates_device_memory_after_the_start(model: Path) -> None:
         short = [[i + 1, 2, 3] for i in range(8)]
         llm.generate(short, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))  # loads kernels and graphs
         llm.loaded.ops.synchronize()
+        gc.collect()  # what other tests and the start have left behind must not hide what is taken now
         free_before, _ = cupy.cuda.runtime.memGetInfo()
         used_before = cupy.get_default_memory_pool().used_bytes()
         long = [np.random.default_rng(i).integers(0, 200, 900).tolist() for i in range(8)]
         llm.generate(long, SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True))
         free_after, _ = cupy.cuda.runtime.memGetInfo()
-        assert cupy.get_default_memory_pool().used_bytes() == used_before
+        assert cupy.get_default_memory_pool().used_bytes() <= used_before
         assert free_before - free_after <= 64 << 20, "graphs of further batch sizes may take a little, nothing else"
 
 

@@ -11,6 +11,7 @@ from cases.pointwise import CASES
 
 from rimuru.formats.quants import ENGINE_FORMATS, QuantFormat
 from rimuru.formats.quants_ref import dequantize
+from rimuru.ops.cuda.matmul import MAX_GEMV_TOKENS, act
 
 pytestmark = pytest.mark.gpu
 
@@ -28,14 +29,18 @@ def test_case(case: Case, ops: Any) -> None:
     compare(case.run(ops, inputs), case.expected(inputs), max(case.tolerance, 2e-5), case.tolerances)
 
 
+@pytest.mark.parametrize("has_halves", [True, False], ids=["few rows", "no halves"])
 @pytest.mark.parametrize("width", [32, 96, 2048, 4096])
 @pytest.mark.parametrize("verb", ["rms_norm", "glu", "multiply", "gated_norm"])
-def test_eight_bit_form(ops: Any, verb: str, width: int) -> None:
-    """Blocks of 32: scale = largest / 127, rounded values, exact sums of each half."""
+def test_eight_bit_form(ops: Any, verb: str, width: int, has_halves: bool) -> None:
+    """Blocks of 32: scale = largest / 127, rounded values, exact sums of each half. They are there for as many rows as
+    integer kernels read, and for any number where there are no halves to read instead."""
     rng = np.random.default_rng(width)
-    a, b = ops.upload(normal(rng, 5, width, scale=3.0)), ops.upload(normal(rng, 5, width))
+    n_rows = MAX_GEMV_TOKENS if has_halves else 9
+    a, b = ops.upload(normal(rng, n_rows, width, scale=3.0)), ops.upload(normal(rng, n_rows, width))
     weight = ops.upload(normal(rng, width))
-    out = ops.act(5, width)
+    out = act(9, width, deterministic=not has_halves).head(n_rows)
+    assert (out.quant.halves is not None) == has_halves
     if verb == "rms_norm":
         ops.rms_norm(a, weight, 1e-6, out)
     elif verb == "glu":
@@ -45,13 +50,13 @@ def test_eight_bit_form(ops: Any, verb: str, width: int) -> None:
     else:
         ops.gated_norm(a, b, weight, 1e-6, width // 32, False, out)
     values, scales, sums = (ops.download(part) for part in (out.quant.values, out.quant.scales, out.quant.sums))
-    blocks = ops.download(out.f32).reshape(5, width // 32, 32).astype(np.float64)
+    blocks = ops.download(out.f32).reshape(n_rows, width // 32, 32).astype(np.float64)
     largest = np.abs(blocks).max(axis=2)
     np.testing.assert_allclose(scales, largest / 127, rtol=1e-6)
     exact = blocks * 127 / largest[..., None]
     whole = values.reshape(blocks.shape).astype(np.int64)
     assert np.abs(whole - exact).max() <= 0.5 + 1e-4
-    halves = whole.reshape(5, width // 32, 2, 16).sum(axis=3)
+    halves = whole.reshape(n_rows, width // 32, 2, 16).sum(axis=3)
     assert np.array_equal(sums & 0xFFFF, halves[..., 0] & 0xFFFF)
     assert np.array_equal(sums >> 16, halves[..., 1])
 
