@@ -53,6 +53,19 @@ def test_a_run_without_end_keeps_what_it_found() -> None:
     assert "status 3" in pytest_row([(3, "internal error", 1.0)])["notes"][0]
 
 
+def test_every_failure_is_told_with_what_was_raised() -> None:
+    """Also where a message begins with an empty line, and all of them."""
+    names = [f"tests/a.py::test_y[{i} b]" for i in range(90)]
+    text = "".join(f"{name} FAILED  [ 50%]\n" for name in names)
+    for i in range(90):
+        text += f"____ test_y[{i} b] ____\n>   check()\n"
+        text += f"E   AssertionError: \nE   \nE   Not equal {i}\n\ntests/a.py:7: Error\n"
+    text += "____ ERROR at setup of TestK.test_z ____\nE   ValueError: no\n\ntests/b.py:9: ValueError\n"
+    row = pytest_row([(1, text + "tests/b.py::TestK::test_z ERROR\n" + "FAILED tests/a.py::test_y[3 b] - x\n", 1.0)])
+    assert row["failures"][:90] == [f"{name} - AssertionError: - Not equal {i}" for i, name in enumerate(names)]
+    assert row["failures"][90:] == ["tests/b.py::TestK::test_z - ValueError: no"]
+
+
 def test_an_error_after_a_pass_counts() -> None:
     text = "tests/a.py::test_y PASSED  [ 50%]\ntests/a.py::test_y ERROR  [ 50%]\n"
     assert pytest_row([(1, text, 1.0)])["failed"] == 1
@@ -146,6 +159,10 @@ def test_the_sanitizers_findings(gpu_check: ModuleType, monkeypatch: pytest.Monk
 
 
 def test_findings_of_a_sanitizer_that_did_not_end() -> None:
+    race = "========= Warning: Race reported between Read access at f+0x10\n=========     and Write access at f+0x20\n"
+    assert sanitizer_row([(124, race, 590.0)])["messages"] == [
+        "Warning: Race reported between Read access at f+0x10 and Write access at f+0x20"
+    ]
     text = WORKERS + "========= Invalid __global__ read of size 4 bytes\n=========     at gemv+0x10\n"
     row = sanitizer_row([(124, text, 590.0), (0, "1 passed\n========= ERROR SUMMARY: 0 errors", 9.0)])
     assert row["errors_found"] == 1 and not row["ok"] and row["messages"] == ["Invalid __global__ read of size 4 bytes"]

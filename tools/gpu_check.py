@@ -52,7 +52,7 @@ MEMCHECK: dict[str, str] = {
     r"|deterministic-experts q4_k_m T=(9|40)",
     "attention": r"test_attention\[(?!.*(2500|context \d\d|one block))|qkv|window|padding|pieces",
     "recurrent": r"mixed|decode, \w+, 3/3|decode, 3 heads|padding|no_bit\[(conv of 4|delta_net of 4x24|mamba2 of 30)",
-    "pointwise": r"test_case\[(?!.*(4096|8192|64x2048))|eight_bit_form\[.*96\]|embed|take_tokens",
+    "pointwise": r"test_case\[(?!.*(4096|8192|64x2048))|eight_bit_form\[\w+-96-|embed|take_tokens",
     "mla": r"fast-(?!.*(T=300|128 heads|16 heads))",
     "sampling": r"test_case\[(?!.*151936)|penalty|top_k_keeps|order_of|filters_keep|hot_draws|follow_the",
     "runtime": r"read_pinned|graph_outlives|stage_gives",

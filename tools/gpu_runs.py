@@ -29,8 +29,13 @@ _PLAIN_LINE = re.compile(rf"^(\S+\.py::.+?) ({_OUTCOMES})(?: \(.*\))?(?: +\[ *\d
 _WORKER_LINE = re.compile(rf"^\[gw\d+\] \[ *\d+%\] ({_OUTCOMES}) (\S+\.py::.+?) *$", re.M)
 _SELECTED = re.compile(r"/ (\d+) selected|collected (\d+) items?$|workers? \[(\d+) items?\]", re.M)
 _FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+\.py::.+)$", re.M)
+_SECTION = re.compile(r"^_{2,} (?:ERROR at (?:setup|teardown) of )?(\S.*?) _{2,}$", re.M)
+_RAISED = re.compile(r"^E   +(.*)$", re.M)
+_RAISED_LINES = 3
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
-_FINDING = re.compile(r"^=+ +((?:Invalid|Misaligned|Error:|Warning:|Race|Potential|Program hit|Barrier).*)$", re.M)
+_FINDING = re.compile(
+    r"^=+ +((?:Invalid|Misaligned|Error:|Warning:|Race|Potential|Program hit|Barrier).*(?:\n=+ +and .*)*)$", re.M
+)
 
 OnOutput = Callable[[str], None]
 
@@ -125,6 +130,24 @@ def pytest_outcomes(output: str) -> dict[str, str]:
     return outcomes
 
 
+def failure_sections(output: str) -> list[tuple[str, str]]:
+    """(name of the test, what pytest shows of its failure) of each."""
+    found = list(_SECTION.finditer(output))
+    ends = [section.start() for section in found[1:]] + [len(output)]
+    return [(section[1], output[section.end() : end]) for section, end in zip(found, ends, strict=False)]
+
+
+def what_failed(name: str, sections: Sequence[tuple[str, str]]) -> str | None:
+    """A test's name and the first lines of what was raised, which pytest's summary leaves out where a message begins
+    with an empty line; None where pytest did not get to show it."""
+    file, _, test = name.partition("::")
+    for title, text in sections:
+        if title == test.replace("::", ".") and f"{file}:" in text:
+            lines = [line.strip() for line in _RAISED.findall(text)]
+            return " - ".join([name, *[line for line in lines if line][:_RAISED_LINES]])
+    return None
+
+
 def pytest_row(results: Sequence[tuple[int, str, float]]) -> dict[str, Any]:
     """What one or more runs of pytest -v found. Counts are of the tests that ended; the others are `not_run`."""
     outcomes: dict[str, str] = {}
@@ -149,8 +172,9 @@ def pytest_row(results: Sequence[tuple[int, str, float]]) -> dict[str, Any]:
     }
     if row["failed"]:
         said = {line.split(" - ")[0]: line for _, output, _ in results for line in _FAILURE.findall(output)}
+        sections = [section for _, output, _ in results for section in failure_sections(output)]
         names = [name for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR")]
-        row["failures"] = [said.get(name, name)[:400] for name in names][:60]
+        row["failures"] = [(what_failed(name, sections) or said.get(name, name))[:400] for name in names]
     if notes:
         row["notes"] = notes
     return row
@@ -163,7 +187,7 @@ def sanitizer_row(results: Sequence[tuple[int, str, float]]) -> dict[str, Any]:
     n_errors = 0
     for status, output, _ in results:
         found = _FINDING.findall(output)
-        messages += found
+        messages += [re.sub(r"\s*\n=+\s*", " ", message) for message in found]  # a race has a line for each access
         summary = _SUMMARY.search(output)
         n_errors += int(summary[1] or summary[2]) if summary else len(found)
         if summary is None and status != 124:
