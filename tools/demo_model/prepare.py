@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Stage 2: from stories to a corpus of tokens.
 
-    tools/demo_model/prepare.py --stories stories --out demo_data [--tales 50000]
+    tools/demo_model/prepare.py --stories stories --out demo_data [--tales 120000]
 
 Reads what generate.py wrote, keeps the stories that are fit and unlike each other (cleaning.py), adds tales of
 tales.py, holds out one story in HELD_OUT_ONE_IN by its hash, trains a byte-level BPE tokenizer on the rest, writes
@@ -41,7 +41,7 @@ SOURCES = ("tales", "stories")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 N_VOCAB = 4096
 HELD_OUT_ONE_IN = 100
-SIMPLE_SHARE = 0.8
+SIMPLE_SHARE = 0.9
 """Of the stories, those with the commonest words."""
 SHIPPED_STORIES = 40
 """Held-out stories of each source in held_out.txt."""
@@ -94,7 +94,9 @@ def good_stories(folder: Path, limit: int | None) -> tuple[list[Document], dict[
     """The stories that are kept, and how many were left after each step."""
     read = list(read_stories(folder))
     numbers = {"generated": len(read)}
-    cleaned = [(index, cut(normalise(text))) for index, text in read]
+    once = {text: index for index, text in read}
+    numbers["different"] = len(once)
+    cleaned = [(index, cut(normalise(text))) for text, index in once.items()]
     fit = [(index, text) for index, text in cleaned if is_good(text)]
     numbers["fit"] = len(fit)
     if fit:
@@ -154,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stories", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tales", type=int, default=50_000)
+    parser.add_argument("--tales", type=int, default=120_000)
     parser.add_argument("--limit", type=int, help="stories at most")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)

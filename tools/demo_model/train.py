@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # run as a script
 from model import CHUNK, DemoModel, DemoShape
 
 SEED = 7
-WARM_UP_STEPS = 150
+WARM_UP_STEPS = 300
 DECAY_SHARE = 0.4
 BALANCE_WEIGHT = 0.01
 TIMED_STEPS = (20, 60)
@@ -284,7 +284,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dense", action="store_true", help="the dense model of the same active size")
     parser.add_argument("--rows", type=int, default=64, help="sequences of a batch")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
-    parser.add_argument("--rate", type=float, default=2.5e-3, help="highest learning rate")
+    parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--shape", default="", help="sizes other than the demo's, as JSON")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
