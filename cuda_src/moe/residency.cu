@@ -14,6 +14,13 @@
 // its share; the last one to end writes the new state (where nobody comes, the first one does so at once). Grid: any
 // number of blocks of 256 threads (they share the copies). Moves the bytes of the missed experts that are brought.
 //
+// Where the copies shall run beside other kernels, moe_fetch runs as one block that plans and does not copy: the table
+// names places before their bytes are there. It leaves a list of copies, who can be read now and who later. moe_bring
+// makes the copies on a stream of its own, and moe_join (one thread, empties the list) is where both meet again. Neither
+// starts before all that it comes after has ended.
+//
+//   copies: number of experts, then of each its home and its n_pages target pages, [1 + MAX_COMERS * (1 + buffer_pages)]
+//
 // moe_set_places (one warp): the host gives a layer's places other pages, new ones, or takes them away.
 
 #include "common/follow.cuh"
@@ -55,6 +62,24 @@ __device__ __forceinline__ int rank_of(const FetchPlan& plan, int e, int n_exper
     return rank;
 }
 
+// Chunk number `chunk` of a page, by all threads of a block.
+__device__ __forceinline__ void copy_chunk(i64 from_address, i64 to_address, int chunk, int page_bytes) {
+    const uint4* from = (const uint4*)from_address;
+    uint4* to = (uint4*)to_address;
+    int first = chunk * (CHUNK_BYTES / 16) + threadIdx.x, n_vectors = page_bytes / 16;
+    uint4 values[VECTORS];
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        int at = first + v * FETCH_THREADS;
+        if (at < n_vectors) values[v] = from[at];
+    }
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        int at = first + v * FETCH_THREADS;
+        if (at < n_vectors) to[at] = values[v];
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
     moe_fetch(int* __restrict__ ids,              // [T, top_k]; rows of padding become -1
               const int* __restrict__ positions,  // [T], -1 = a row of padding
@@ -70,6 +95,9 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
               int* __restrict__ totals,           // [8], see above
               const int* __restrict__ control,    // [5], see above
               const i64* __restrict__ buffers,    // [n_buffers, buffer_pages], pages of the loading buffers
+              i64* __restrict__ copies,           // see above, or null = copy here
+              bool* __restrict__ now,             // [n_experts], chosen and can be read now; like the next, with copies
+              bool* __restrict__ later,           // [n_experts], chosen and can be read after the copies
               int n_buffers, int buffer_pages, int n_tokens, int top_k, int n_experts, int n_pages, int page_bytes) {
     __shared__ FetchPlan plan;
     int thread = threadIdx.x;
@@ -159,22 +187,26 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
     }
     int n_fills = plan.n_fills, page_chunks = (page_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
     int n_buffered = min(min(plan.n_missed, MAX_COMERS) - n_fills, may_buffer);
-    for (int c = blockIdx.x; c < (n_fills + n_buffered) * n_pages * page_chunks; c += gridDim.x) {
-        int chunk = c % page_chunks, page = c / page_chunks % n_pages, i = c / page_chunks / n_pages;
-        const uint4* from = (const uint4*)(homes[plan.comers[i]] + (i64)page * page_bytes);
-        uint4* to = (uint4*)(i < n_fills ? pages[(i64)plan.places[i] * n_pages + page]
-                                         : buffers[(i64)(i - n_fills) * buffer_pages + page]);
-        int first = chunk * (CHUNK_BYTES / 16) + thread, n_vectors = page_bytes / 16;
-        uint4 values[VECTORS];
-#pragma unroll
-        for (int v = 0; v < VECTORS; v++) {
-            int at = first + v * FETCH_THREADS;
-            if (at < n_vectors) values[v] = from[at];
+    if (copies != nullptr) {
+        int row = 1 + buffer_pages;
+        if (thread == 0) copies[0] = n_fills + n_buffered;
+        for (int i = thread; i < n_fills + n_buffered; i += FETCH_THREADS) copies[1 + i * row] = homes[plan.comers[i]];
+        for (int k = thread; k < (n_fills + n_buffered) * n_pages; k += FETCH_THREADS) {
+            int i = k / n_pages, page = k % n_pages;
+            copies[1 + i * row + 1 + page] = i < n_fills ? pages[(i64)plan.places[i] * n_pages + page]
+                                                         : buffers[(i64)(i - n_fills) * buffer_pages + page];
         }
-#pragma unroll
-        for (int v = 0; v < VECTORS; v++) {
-            int at = first + v * FETCH_THREADS;
-            if (at < n_vectors) to[at] = values[v];
+        for (int e = thread; e < n_experts; e += FETCH_THREADS) {
+            now[e] = plan.chosen[e] > 0 && plan.kinds[e] != MISSED;
+            later[e] = plan.kinds[e] == MISSED;
+        }
+    } else {
+        for (int c = blockIdx.x; c < (n_fills + n_buffered) * n_pages * page_chunks; c += gridDim.x) {
+            int chunk = c % page_chunks, page = c / page_chunks % n_pages, i = c / page_chunks / n_pages;
+            copy_chunk(homes[plan.comers[i]] + (i64)page * page_bytes,
+                       i < n_fills ? pages[(i64)plan.places[i] * n_pages + page]
+                                   : buffers[(i64)(i - n_fills) * buffer_pages + page],
+                       chunk, page_bytes);
         }
     }
     if (somebody_comes) {
@@ -233,6 +265,19 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
         if (n_buffered > 0) atomicAdd((u32*)totals + BUFFERED, (u32)n_buffered);
     }
 }
+
+extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
+    moe_bring(const i64* __restrict__ copies, int buffer_pages, int n_pages, int page_bytes) {
+    int row = 1 + buffer_pages, page_chunks = (page_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
+    int n_chunks = (int)copies[0] * n_pages * page_chunks;
+    for (int c = blockIdx.x; c < n_chunks; c += gridDim.x) {
+        int chunk = c % page_chunks, page = c / page_chunks % n_pages;
+        const i64* copy = copies + 1 + c / page_chunks / n_pages * row;
+        copy_chunk(copy[0] + (i64)page * page_bytes, copy[1 + page], chunk, page_bytes);
+    }
+}
+
+extern "C" __global__ void moe_join(i64* __restrict__ copies) { copies[0] = 0; }
 
 extern "C" __global__ void
     moe_set_places(const i64* __restrict__ commands,  // [n, 4 + max_pages]: first expert of the layer over all layers,

@@ -28,6 +28,7 @@ from rimuru.ops.places import (
     N_TOTALS,
     ExpertPlaces,
     LayerPlaces,
+    n_copy_entries,
 )
 
 BUFFER_SHARE = 32
@@ -40,7 +41,13 @@ def places_bytes(layout: ExpertLayout) -> int:
     """Device bytes of the arrays of DevicePlaces and of the table, with the most buffers; for the ledger."""
     commands = MAX_COMMANDS * (COMMAND_FIELDS + layout.max_pages) * 8
     shared = 4 * (N_TOTALS * len(layout.layers) + N_CONTROLS) + 8 * MAX_COMERS * layout.max_pages
-    return 16 * layout.n_pages + PLACE_BYTES * layout.n_experts + shared + commands
+    aside = 8 * n_copy_entries(layout.max_pages) + 2 * widest_layer(layout)
+    return 16 * layout.n_pages + PLACE_BYTES * layout.n_experts + shared + commands + aside
+
+
+def widest_layer(layout: ExpertLayout) -> int:
+    """Experts of the layer that has the most."""
+    return max(layer.n_experts for layer in layout.layers)
 
 
 def n_loading_buffers(layout: ExpertLayout, pool_bytes: int, spare_bytes: int) -> int:
@@ -49,7 +56,7 @@ def n_loading_buffers(layout: ExpertLayout, pool_bytes: int, spare_bytes: int) -
     if layout.n_pages * layout.page_bytes <= pool_bytes:
         return 0
     affordable = min(pool_bytes // BUFFER_SHARE, spare_bytes // 4) // (layout.max_pages * layout.page_bytes)
-    return max(0, min(affordable, MAX_COMERS, max(layer.n_experts for layer in layout.layers)))
+    return max(0, min(affordable, MAX_COMERS, widest_layer(layout)))
 
 
 @dataclass(slots=True)
@@ -90,6 +97,9 @@ class DevicePlaces:
             buffered=ops.empty((n_experts,), np.int32),
             control=ops.empty((N_CONTROLS,), np.int32),
             buffers=ops.empty((max(1, len(buffers)), layout.max_pages), np.int64),
+            copies=ops.empty((n_copy_entries(layout.max_pages),), np.int64),
+            now=ops.empty((widest_layer(layout),), np.bool_),
+            later=ops.empty((widest_layer(layout),), np.bool_),
         )
         self.n_buffers = len(buffers)
         if self.n_buffers:
@@ -116,6 +126,7 @@ class DevicePlaces:
             layer, self.layout.page_bytes, a.addresses[entries].reshape(shape), a.homes[rows],
             a.pages[entries].reshape(shape), a.holders[rows], a.place_of[rows], a.last_used[rows], a.scores[rows],
             a.counts[rows], a.buffered[rows], a.totals[slot * N_TOTALS : (slot + 1) * N_TOTALS], a.control, a.buffers,
+            a.copies, a.now[: layer.n_experts], a.later[: layer.n_experts],
         )  # fmt: skip
 
     # ---- the beginning

@@ -383,6 +383,13 @@ class Ops(Protocol):
         those of experts that no token of the step chose. ids int32 [T, k]: rows at position -1 are not counted and
         become -1. Who finds no place stays where it is."""
 
+    def fetch_aside(self, ids: Array, positions: Array, places: LayerPlaces) -> None:
+        """The same, while what is queued next may already use the experts of places.now. Those of places.later can be
+        read by what is queued after join_fetch."""
+
+    def join_fetch(self) -> None:
+        """What is queued from now on comes after the copies of the last fetch_aside."""
+
     def set_places(self, commands: Array, n_commands: int, places: ExpertPlaces) -> None:
         """Give places other pages, to which their bytes have been copied, or new ones; zeros take them away, and who
         held one is read in host memory again. commands int64 [n, 4 + max pages] (ops/places.py)."""

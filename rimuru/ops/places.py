@@ -32,6 +32,11 @@ COMMAND_FIELDS = 4
 """Of a command, before its page addresses: first expert of the layer, first table entry, pages of an expert, place."""
 
 
+def n_copy_entries(max_pages: int) -> int:
+    """Entries of `copies`."""
+    return 1 + MAX_COMERS * (1 + max_pages)
+
+
 @dataclass(slots=True)
 class LayerPlaces:
     """One layer's windows on the arrays of ExpertPlaces."""
@@ -50,6 +55,9 @@ class LayerPlaces:
     totals: Array  # int32 [N_TOTALS]
     control: Array  # int32 [N_CONTROLS], the same for all layers
     buffers: Array  # int64 [n_buffers, most pages of an expert], the same for all layers
+    copies: Array  # int64 [n_copy_entries(most pages)], the same for all layers; see cuda_src/moe/residency.cu
+    now: Array  # bool [n_experts], the same for all layers: of the experts that were asked for, those that can be read
+    later: Array  # bool [n_experts], the same for all layers: and those that can after join_fetch
 
 
 @dataclass(slots=True)
@@ -69,3 +77,6 @@ class ExpertPlaces:
     totals: Array  # int32 [layers * N_TOTALS]
     control: Array  # int32 [N_CONTROLS]
     buffers: Array  # int64 [n_buffers, most pages of an expert]: pages of the loading buffers
+    copies: Array  # int64 [n_copy_entries(most pages)]: copies that a layer still has to make
+    now: Array  # bool [experts of the widest layer]
+    later: Array  # bool [experts of the widest layer]

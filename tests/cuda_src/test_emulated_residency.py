@@ -30,6 +30,7 @@ from rimuru.ops.places import (
     STEPS,
     ExpertPlaces,
     LayerPlaces,
+    n_copy_entries,
 )
 from rimuru.ops.reference import residency as twin
 
@@ -85,6 +86,8 @@ class World:
             control,
             self.buffers.ctypes.data + np.arange(max(1, n_buffers) * (N_PAGES + 1), dtype=np.int64)
             .reshape(-1, N_PAGES + 1) * PAGE_BYTES,
+            np.zeros(n_copy_entries(N_PAGES + 1), np.int64), np.zeros(n_experts, np.bool_),
+            np.zeros(n_experts, np.bool_),
         )  # fmt: skip
 
     def page(self, expert: int, j: int) -> np.ndarray:
@@ -96,7 +99,7 @@ class World:
         return ExpertPlaces(
             PAGE_BYTES, layer.addresses.reshape(-1), layer.homes, layer.pages.reshape(-1), layer.holders,
             layer.place_of, layer.last_used, layer.scores, layer.counts, layer.buffered, layer.totals, layer.control,
-            layer.buffers,
+            layer.buffers, layer.copies, layer.now, layer.later,
         )  # fmt: skip
 
     def check(self) -> None:
@@ -115,7 +118,7 @@ class World:
 
 def same_state(a: World, b: World) -> None:
     for field in fields(LayerPlaces):
-        if field.name in ("layout", "page_bytes", "addresses", "homes", "pages", "control", "buffers"):
+        if field.name in ("layout", "page_bytes", "addresses", "homes", "pages", "control", "buffers", "copies"):
             continue
         assert np.allclose(getattr(a.layer, field.name), getattr(b.layer, field.name), rtol=1e-5), field.name
     assert np.array_equal(a.layer.pages != 0, b.layer.pages != 0)
@@ -129,9 +132,18 @@ CASES = [
 """(experts, places, of these held, by recency, most fills, loading buffers)."""
 
 
+def fetch_apart(ids: np.ndarray, positions: np.ndarray, layer: LayerPlaces) -> None:
+    """Plan and copies as two launches."""
+    residency.plan_fetch(ids, positions, layer)
+    n_copies = int(layer.copies[0])
+    assert n_copies <= int(layer.later.sum())
+    residency.bring(layer)
+
+
 @needs_compiler
+@pytest.mark.parametrize("fetch", [(residency.fetch_experts, twin.fetch_experts), (fetch_apart, twin.fetch_aside)])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_step_is_the_twins(case: tuple[Any, ...]) -> None:
+def test_the_step_is_the_twins(case: tuple[Any, ...], fetch: tuple[Any, Any]) -> None:
     ours, theirs = World(*case), World(*case)
     rng = np.random.default_rng(5)
     n_experts = case[0]
@@ -143,8 +155,13 @@ def test_the_step_is_the_twins(case: tuple[Any, ...]) -> None:
         if n_tokens > 2:
             positions[-2:] = -1  # padding
         copy = ids.copy()
-        residency.fetch_experts(ids, positions, ours.layer)
-        twin.fetch_experts(copy, positions, theirs.layer)
+        resident = ours.layer.place_of >= 0
+        fetch[0](ids, positions, ours.layer)
+        fetch[1](copy, positions, theirs.layer)
+        if fetch[0] is fetch_apart:
+            chosen = np.isin(np.arange(n_experts), ids[positions >= 0])
+            assert np.array_equal(ours.layer.now, chosen & resident)
+            assert np.array_equal(ours.layer.later, chosen & ~resident)
         assert np.array_equal(ids, copy) and (ids[positions < 0] == -1).all()
         same_state(ours, theirs)
         ours.check()

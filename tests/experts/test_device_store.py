@@ -78,6 +78,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "a fifth, hot set": {"resident_experts": 0.2, "residency": "hotset"},
     "a fifth, recency": {"resident_experts": 0.2, "residency": "recency"},
     "a fifth, no loading buffers": {"resident_experts": 0.2, "prefetch": False},
+    "a fifth, come aside": {"resident_experts": 0.2},
+    "none, come aside": {"resident_experts": 0},
     "none": {"resident_experts": 0},
     "paper, no fill on read": {"policy": "paper", "fill_on_read": False},
     "no room at home": {"policy": "paper"},
@@ -91,6 +93,8 @@ def test_answers_are_the_same_whoever_decides(
     """Pages are poisoned when they are given back, and every structure is audited after every step."""
     monkeypatch.setenv("RIMURU_POISON", "1")
     monkeypatch.setenv("RIMURU_AUDIT", "1")
+    if name.endswith("come aside"):
+        monkeypatch.setenv("RIMURU_FETCH_ASIDE", "1")
     if name == "no room at home":
         monkeypatch.setattr(DeviceExpertStore, "_keeps_all_at_home", lambda self, ram_bytes: False)
     with open_tiny(model, tiny, **VARIANTS[name]) as llm:
@@ -100,8 +104,9 @@ def test_answers_are_the_same_whoever_decides(
         counters = store.counters
         assert counters.n_asked > 0 and 0.0 <= counters.hit_rate < 1.0
         assert counters.n_asked - counters.n_hits <= counters.n_read
-        assert (counters.n_filled > 0) == (store.by_device and name != "none")
-        if name == "none":
+        assert (counters.n_filled > 0) == (store.by_device and not name.startswith("none"))
+        assert (store.aside_tokens < 64) == name.endswith("come aside")
+        if name.startswith("none"):
             assert counters.n_hits == 0
 
 

@@ -93,14 +93,19 @@ def test_launch_checks_and_packs(monkeypatch: pytest.MonkeyPatch) -> None:
         Kernel("a.cu", "k", "x: f31*")
 
 
+LAUNCHED_AS_USUAL = {"moe_bring", "moe_join"}
+"""Where streams part and meet: kernels that have more than one predecessor, or one of another stream."""
+
+
 def test_every_kernel_waits_for_its_predecessor() -> None:
-    """One that does not would let a later kernel start before the earlier ones have ended."""
+    """One that does not starts after all before it has ended, which takes longer: only where that is meant."""
     found = 0
     for path in sorted(loader.source_root().glob("*/*.cu")):
         text = path.read_text()
         for part in text.split('extern "C" __global__')[1:]:
             name = re.findall(r"(\w+)\s*\(", re.sub(r"__launch_bounds__\([^{]*?\)\s+(?=\w+\()", "", part))[0]
-            assert dependent.waits_for_predecessor(text, name), f"{path.name}: {name}"
+            waits = dependent.waits_for_predecessor(text, name)
+            assert waits == (name not in LAUNCHED_AS_USUAL), f"{path.name}: {name}"
             found += 1
     assert found >= 47
     text = (

@@ -33,7 +33,7 @@ from rimuru.ops.cuda.launch import Kernel, rehearsal
 from rimuru.ops.cuda.sampling import KERNELS as SAMPLING_KERNELS
 from rimuru.ops.cuda.sampling import Sampler
 from rimuru.ops.cuda.upload import Uploader
-from rimuru.ops.places import ExpertPlaces
+from rimuru.ops.places import ExpertPlaces, LayerPlaces
 
 _STEP_FIELDS = (
     "token_ids", "positions", "seq_of_token", "query_start", "context_len", "kv_pages", "ssm_pages", "conv_pages",
@@ -62,6 +62,7 @@ class CudaOps:
         self._attention_bytes = 0
         self.sample = Sampler()
         self.graphs = DecodeGraphs(self.stage, self.stream)
+        self._aside = residency.Aside()
         self._enter()
 
     def _enter(self) -> None:
@@ -103,6 +104,12 @@ class CudaOps:
     def set_places(self, commands: Array, n_commands: int, places: ExpertPlaces) -> None:
         self._enter()  # called between steps
         residency.set_places(commands, n_commands, places)
+
+    def fetch_aside(self, ids: Array, positions: Array, places: LayerPlaces) -> None:
+        self._aside.fetch(ids, positions, places, self.stream)
+
+    def join_fetch(self) -> None:
+        self._aside.join(self.stream)
 
     def address(self, array: Array) -> int:
         return int(array.data.ptr)

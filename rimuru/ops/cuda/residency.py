@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rimuru.base.errors import RimuruError
 from rimuru.ops.base import Array
 from rimuru.ops.cuda.launch import Kernel
@@ -17,6 +19,7 @@ fetch_kernel = Kernel(
     "moe_fetch",
     "ids: i32*, positions: i32*, addresses: i64*, homes: i64*, pages: i64*, holders: i32*, place_of: i32*,"
     "last_used: i32*, scores: f32*, counts: i32*, buffered: i32*, totals: i32*, control: i32*, buffers: i64*,"
+    "copies: i64*, now: bool*, later: bool*,"
     "n_buffers: i32, buffer_pages: i32, n_tokens: i32, top_k: i32, n_experts: i32, n_pages: i32, page_bytes: i32",
 )
 set_places_kernel = Kernel(
@@ -25,11 +28,32 @@ set_places_kernel = Kernel(
     "commands: i64*, addresses: i64*, homes: i64*, pages: i64*, holders: i32*, place_of: i32*, n_commands: i32,"
     "max_pages: i32, page_bytes: i32",
 )
-KERNELS = (fetch_kernel, set_places_kernel)
+bring_kernel = Kernel("moe/residency.cu", "moe_bring", "copies: i64*, buffer_pages: i32, n_pages: i32, page_bytes: i32")
+join_kernel = Kernel("moe/residency.cu", "moe_join", "copies: i64*")
+KERNELS = (fetch_kernel, set_places_kernel, bring_kernel, join_kernel)
 
 
 def fetch_experts(ids: Array, positions: Array, places: LayerPlaces) -> None:
     """See Ops.fetch_experts."""
+    _fetch(ids, positions, places, FETCH_BLOCKS, (None, None, None))
+
+
+def plan_fetch(ids: Array, positions: Array, places: LayerPlaces) -> None:
+    """All but the copies of fetch_experts: they are listed in places.copies."""
+    _fetch(ids, positions, places, 1, (places.copies, places.now, places.later))
+
+
+def bring(places: LayerPlaces, stream: Any = None) -> None:
+    """The copies that plan_fetch has listed."""
+    bring_kernel(
+        (FETCH_BLOCKS,),
+        (_FETCH_THREADS,),
+        (places.copies, places.buffers.shape[1], places.layout.n_pages, places.page_bytes),
+        stream=stream,
+    )
+
+
+def _fetch(ids: Array, positions: Array, places: LayerPlaces, n_blocks: int, outputs: tuple[Any, Any, Any]) -> None:
     n_tokens, top_k = ids.shape
     layout = places.layout
     if layout.n_experts > MAX_EXPERTS or places.page_bytes % 16:
@@ -37,15 +61,42 @@ def fetch_experts(ids: Array, positions: Array, places: LayerPlaces) -> None:
             f"block {layout.layer}: {layout.n_experts} experts in pages of {places.page_bytes} bytes cannot be fetched"
         )
     fetch_kernel(
-        (FETCH_BLOCKS,),
+        (n_blocks,),
         (_FETCH_THREADS,),
         (
             ids, positions, places.addresses, places.homes, places.pages, places.holders, places.place_of,
             places.last_used, places.scores, places.counts, places.buffered, places.totals, places.control,
-            places.buffers, *places.buffers.shape, n_tokens, top_k, layout.n_experts, layout.n_pages,
+            places.buffers, *outputs, *places.buffers.shape, n_tokens, top_k, layout.n_experts, layout.n_pages,
             places.page_bytes,
         ),
     )  # fmt: skip
+
+
+class Aside:
+    """Copies of missed experts on a stream of their own, beside what the computing stream does meanwhile. Where that
+    one is captured, the stream's work becomes a branch of the graph."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._planned, self._brought = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
+        self._copies: Array = None
+
+    def fetch(self, ids: Array, positions: Array, places: LayerPlaces, stream: Any) -> None:
+        """See Ops.fetch_aside; `stream` is the computing one."""
+        plan_fetch(ids, positions, places)
+        self._planned.record(stream)
+        self._stream.wait_event(self._planned)
+        bring(places, self._stream)
+        self._brought.record(self._stream)
+        self._copies = places.copies
+
+    def join(self, stream: Any) -> None:
+        """See Ops.join_fetch. What follows is launched to start while its predecessor ends, of which it must have but
+        one: moe_join, which waits for both."""
+        stream.wait_event(self._brought)
+        join_kernel((1,), (1,), (self._copies,), stream=stream)
 
 
 def set_places(commands: Array, n_commands: int, places: ExpertPlaces) -> None:

@@ -134,6 +134,8 @@ class ReferenceOps:
     moe_experts = staticmethod(moe.moe_experts)
     moe_combine = staticmethod(moe.moe_combine)
     fetch_experts = staticmethod(residency.fetch_experts)
+    fetch_aside = staticmethod(residency.fetch_aside)
+    join_fetch = staticmethod(residency.join_fetch)
     set_places = staticmethod(residency.set_places)
     conv_update = staticmethod(recurrent.conv_update)
     delta_net = staticmethod(recurrent.delta_net)

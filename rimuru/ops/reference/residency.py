@@ -73,6 +73,20 @@ def fetch_experts(ids: Array, positions: Array, places: LayerPlaces) -> None:
     places.totals[[STEPS, TOKENS, ASKED, HITS, FILLS, BUFFERED]] += 1, n_tokens, n_asked, n_hits, n_fills, n_buffered
 
 
+def fetch_aside(ids: Array, positions: Array, places: LayerPlaces) -> None:
+    """See Ops.fetch_aside; nothing runs beside anything here."""
+    resident = places.place_of >= 0
+    chosen = np.zeros(places.layout.n_experts, np.bool_)
+    valid = ids[positions >= 0]
+    chosen[valid[(valid >= 0) & (valid < len(chosen))]] = True
+    fetch_experts(ids, positions, places)
+    places.now[:], places.later[:] = chosen & resident, chosen & ~resident
+
+
+def join_fetch() -> None:
+    """See Ops.join_fetch."""
+
+
 def _bring(places: LayerPlaces, expert: int, pages: Array) -> None:
     """Copy an expert from its home to these pages, and read it there."""
     home, page_bytes = int(places.homes[expert]), places.page_bytes
