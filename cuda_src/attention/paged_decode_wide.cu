@@ -139,6 +139,7 @@ __device__ __forceinline__ void softmax_tile(Shared& s) {
             sum += w;
         }
         sum = warp_sum(sum);
+        __syncwarp();  // all lanes have read the maximum
         if (lane == 0) {
             float shrink = before == NEGATIVE_INFINITY ? 0.0f : exp2f(before - now);
             s.rescale[h] = shrink;
@@ -185,15 +186,15 @@ __device__ __forceinline__ void finish_head(const Folded& f, float sink, bool ha
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    paged_decode_wide(const float* __restrict__ q,           // [T, n_head * q_stride]
-                 const int* __restrict__ positions,     // [T]
-                 const int* __restrict__ seq_of_token,  // [T]
-                 const int* __restrict__ query_start,   // [S + 1]; used where by_sequence
+    paged_decode_wide(const float* q,           // [T, n_head * q_stride]
+                 const int* positions,     // [T]
+                 const int* seq_of_token,  // [T]
+                 const int* query_start,   // [S + 1]; used where by_sequence
                  const char* kv_base,                   // pool base + layer offset
-                 const int* __restrict__ pages,         // [S, n_blocks]
-                 const float* __restrict__ sinks,       // [n_head] or null
-                 float* __restrict__ partials,          // [tokens, n_head, MAX_SPLITS, VALUE_DIM + 2]; null where Z = 1
-                 unsigned* __restrict__ arrivals,       // [tokens, gridDim.x], zero before and after
+                 const int* pages,         // [S, n_blocks]
+                 const float* sinks,       // [n_head] or null
+                 float* partials,          // [tokens, n_head, MAX_SPLITS, VALUE_DIM + 2]; null where Z = 1
+                 unsigned* arrivals,       // [tokens, gridDim.x], zero before and after
                  float* out,                            // [T, n_head * VALUE_DIM]
                  ACT_PARAMETERS,                        // quantised copy, where VALUE_DIM is a multiple of 32
                  long long page_bytes, int n_blocks, int page_tokens, int n_head, int n_head_kv, int q_stride, int window,
