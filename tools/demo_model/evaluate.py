@@ -51,10 +51,10 @@ def open_model(path: Path) -> LLM:
 
 
 def perplexities(weights: Path, data: Path) -> dict[str, Any]:
-    """By type: perplexity of the whole held-out text and of each source's half, tokens, bytes of the file."""
+    """By type: perplexity of each source's half of the held-out text and of both, tokens, bytes of the file."""
     stories = (data / "held_out.txt").read_text(encoding="utf-8").split("<|endoftext|>")[:-1]
     half = len(stories) // 2
-    parts = {"all": stories, "tales": stories[:half], "stories": stories[half:]}
+    parts = {"tales": stories[:half], "stories": stories[half:]}
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for kind, quants in (("moe", MIXES), ("dense", ("f16", "q8_0"))):
@@ -66,11 +66,15 @@ def perplexities(weights: Path, data: Path) -> dict[str, Any]:
                 export(tensors, about["shape"], data / "tokenizer.json", path, quant, "demo")
                 with open_model(path) as llm:
                     row: dict[str, Any] = {"bytes": path.stat().st_size}
+                    nll = n_tokens = 0.0
                     for name, texts in parts.items():
                         ids = llm.tokenize("".join(f"{text}<|endoftext|>" for text in texts))
                         result = perplexity_of(llm, ids, WINDOW_TOKENS)
                         row[name] = round(result["perplexity"], 4)
-                        row[f"{name}_tokens"] = result["scored_tokens"]
+                        nll += result["nll_mean"] * result["scored_tokens"]
+                        n_tokens += result["scored_tokens"]
+                    row["all"] = round(float(np.exp(nll / n_tokens)), 4)
+                    row["tokens"] = int(n_tokens)
                 found[f"{kind}-{quant}"] = row
                 print(kind, quant, row, flush=True)
     return found
