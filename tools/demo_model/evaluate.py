@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -73,7 +74,7 @@ def perplexities(weights: Path, data: Path) -> dict[str, Any]:
                         row[name] = round(result["perplexity"], 4)
                         nll += result["nll_mean"] * result["scored_tokens"]
                         n_tokens += result["scored_tokens"]
-                    row["all"] = round(float(np.exp(nll / n_tokens)), 4)
+                    row["all"] = round(math.exp(nll / n_tokens), 4)
                     row["tokens"] = int(n_tokens)
                 found[f"{kind}-{quant}"] = row
                 print(kind, quant, row, flush=True)
