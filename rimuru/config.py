@@ -15,6 +15,12 @@ ResidencyName = Literal["auto", "hotset", "recency"]
 
 MAX_SEQUENCES = 4096
 
+IDLE_SWITCHES = {
+    "prediction": "engines bring no expert before a router has chosen it",
+    "cpu_experts": "no expert is computed on the CPU for a GPU",
+}
+"""Switches that turn off what only `simulate`, or nothing yet, does; and why."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:

@@ -191,3 +191,12 @@ def test_when_nothing_need_be_read_in_place(model: Path) -> None:
     assert may_read_in_place(layout, config, None, widest, enough - 1)
     for off in ("prefetch", "fill_on_read"):
         assert may_read_in_place(layout, EngineConfig(in_place=False, **{off: False}), None, widest, enough)
+
+
+def test_switches_that_nothing_depends_on_say_so(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(model, device="cpu", prediction=False, cpu_experts=False):
+        pass
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split(":")[0] for line in lines if "changes nothing" in line] == [
+        "prediction turned off changes nothing", "cpu_experts turned off changes nothing",
+    ]  # fmt: skip
