@@ -165,26 +165,27 @@ class Scheduler:
         A place in the budget is kept for every decoding sequence before prompts get the rest, of which clients get
         equal shares. Going in order means that whoever has to give way has not been planned yet.
         """
-        decoding = sum(1 for s in self.running if s.n_uncached == 1 and not s.will_end)
-        prompt_budget = max(0, self.max_step_tokens - decoding)
-        shares = self._prompt_shares(prompt_budget)
+        running = [(s, s.n_uncached) for s in self.running if not s.will_end]  # who ends has its last token
+        prompts = [s for s, n_uncached in running if n_uncached > 1]
+        prompt_budget = max(0, self.max_step_tokens - (len(running) - len(prompts)))
+        shares = self._prompt_shares(prompt_budget, prompts)
         used = 0
-        for sequence in list(self.running):
-            if sequence.state != "running" or sequence.will_end:  # gave way to an older one, or has its last token
+        for sequence, n_uncached in running:
+            if sequence.state != "running":  # gave way to an older one
                 continue
-            is_prompt, client = sequence.n_uncached > 1, sequence.client
+            is_prompt, client = n_uncached > 1, sequence.client
             n_tokens = min(sequence.n_runnable, prompt_budget, shares[client]) if is_prompt else 1
             if n_tokens and self._reserve(sequence, n_tokens, plan):
-                plan.items.append(PlannedTokens(sequence, n_tokens, n_tokens == sequence.n_uncached))
+                plan.items.append(PlannedTokens(sequence, n_tokens, n_tokens == n_uncached))
                 used += n_tokens
                 if is_prompt:
                     prompt_budget -= n_tokens
                     shares[client] -= n_tokens
         return self.max_step_tokens - used
 
-    def _prompt_shares(self, prompt_budget: int) -> dict[str, int]:
+    def _prompt_shares(self, prompt_budget: int, prompts: list[Sequence]) -> dict[str, int]:
         """By client with a prompt to run, or the next one to be admitted: tokens of the step's budget."""
-        clients = {s.client for s in self.running if s.n_uncached > 1 and not s.will_end}
+        clients = {s.client for s in prompts}
         if self.waiting and len(self.running) < self.max_sequences:
             clients.add(self.waiting[0].client)
         return dict.fromkeys(clients, -(-prompt_budget // max(1, len(clients))))
@@ -192,6 +193,8 @@ class Scheduler:
     def _use_up(self, plan: StepPlan, budget: int) -> None:
         """Shares that nobody took go to the prompts that are planned, as far as there are pages."""
         for i, item in enumerate(plan.items):
+            if item.samples:  # all of it runs already
+                continue
             sequence = item.sequence
             n_tokens = min(sequence.n_runnable, item.n_tokens + budget)
             if n_tokens > item.n_tokens and self.cache.extend(sequence.seq_id, n_tokens + sequence.n_in_flight):

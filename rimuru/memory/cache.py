@@ -54,7 +54,7 @@ class SequenceCache:
         self._free_slots: list[int] = []
         self.swap = PageSwap(pool, self.kv, swap_bytes)
         self.snapshots = SnapshotStore(pool, self.states, self._snapshot_bytes(), host_bytes)
-        if self.kv is not None:
+        if self.kv is not None and self.states:
             self.kv.on_evict = self._forget_unit
         self.make_pages: MakePages | None = None
         """Set by who can move pages and knows what else the pool holds (engine/room.py)."""
@@ -168,7 +168,8 @@ class SequenceCache:
         Asking again before `commit` asks for the same room, not for more.
         """
         seq, slot = self._open[seq_id], self._slots[seq_id]
-        needs = self.pages_needed(seq_id, n_tokens)
+        has_room = seq.kv is None or seq.n_tokens + n_tokens <= seq.kv.n_room
+        needs = {} if has_room and seq.has_states else self.pages_needed(seq_id, n_tokens)
         if not any(needs.values()):
             seq.n_pending = max(seq.n_pending, n_tokens)
             return True
