@@ -73,6 +73,12 @@ WEATHER = phrases(
 )
 INDOORS = words("rain storm snow picnic dark noise wish kite fishing dragon")
 """Plots that bring their own weather, or need none."""
+NO_THINGS = {
+    w.replace("-", " ")
+    for kind in ("color", "size", "old", "hungry", "best", "skill", "day", "weekday")
+    for w in KINDS[kind].split()
+}
+"""Words of slots that are no things."""
 ENDINGS = phrases("The end.; And that is the end of the story.; And so the story ends.")
 _SLOT = re.compile(r"\{([^{}]+)\}(s\b)?")
 _CHOICE = re.compile(r"\[(?:(\d)=)?([^\[\]]*)\]")
@@ -165,6 +171,17 @@ def expand(text: str, slots: Slots) -> str:
     return _SENTENCE_START.sub(lambda m: m[1] + m[2].upper(), "\n".join(lines))
 
 
+def simple_topic(told: str, slots: Slots) -> str:
+    """Who a story is about, and perhaps one more thing in it, as somebody would ask for it."""
+    rng, kinds = slots.rng, (*KINDS, "animal")
+    things = [w for name, w in slots.words.items() if name.rstrip("0123456789") in kinds and f" {w}" in told]
+    things = [word for word in things if word not in NO_THINGS]
+    hero = slots["a h"] if rng.random() < 0.5 else article(slots.kind)
+    if slots.words["h"] not in told:
+        hero = article(things.pop(0)) if things else "animals"
+    return f"{hero} and {article(rng.choice(things))}" if things and rng.random() < 0.6 else hero
+
+
 def tale(index: int, seed: int = SEED) -> Tale:
     """Tale number `index` of a seed: always the same one."""
     rng = random.Random(f"{seed}/{index}")
@@ -176,7 +193,7 @@ def tale(index: int, seed: int = SEED) -> Tale:
         told = f"{rng.choice(WEATHER)} {told}"
     if rng.random() < 0.12:
         told = f"{told} {rng.choice(ENDINGS)}"
-    topic = expand(about, slots)
+    topic = expand(about if rng.random() < 0.5 else "", slots) or simple_topic(told, slots)
     return Tale(name, topic[0].lower() + topic[1:], told)
 
 
