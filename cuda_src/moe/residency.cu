@@ -16,8 +16,9 @@
 //
 // Where the copies shall run beside other kernels, moe_fetch runs as one block that plans and does not copy: the table
 // names places before their bytes are there. It leaves a list of copies, who can be read now and who later. moe_bring
-// makes the copies on a stream of its own, and moe_join (one thread, empties the list) is where both meet again. Neither
-// starts before all that it comes after has ended.
+// makes the copies on a stream of its own. moe_border (one thread, does nothing) stands where the streams part, so that
+// moe_bring finds room on the device before the expert kernels take it all, and where they meet again. Both start when all
+// that they come after has ended.
 //
 //   copies: number of experts, then of each its home and its n_pages target pages, [1 + MAX_COMERS * (1 + buffer_pages)]
 //
@@ -81,23 +82,23 @@ __device__ __forceinline__ void copy_chunk(i64 from_address, i64 to_address, int
 }
 
 extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
-    moe_fetch(int* __restrict__ ids,              // [T, top_k]; rows of padding become -1
-              const int* __restrict__ positions,  // [T], -1 = a row of padding
-              i64* __restrict__ addresses,        // [n_experts, n_pages], the layer's table
-              const i64* __restrict__ homes,      // [n_experts], where all pages of an expert lie in host memory
-              const i64* __restrict__ pages,      // [n_experts, n_pages], the pages of each place, 0 = no place
-              int* __restrict__ holders,          // [n_experts], who holds each place, -1 = nobody
-              int* __restrict__ place_of,         // [n_experts], -1 = in none
-              int* __restrict__ last_used,        // [n_experts], step, 0 = never
-              float* __restrict__ scores,         // [n_experts]
-              int* __restrict__ counts,           // [n_experts], assignments since the start
-              int* __restrict__ buffered,         // [n_experts], 1 = the table names a loading buffer
-              int* __restrict__ totals,           // [8], see above
-              const int* __restrict__ control,    // [5], see above
-              const i64* __restrict__ buffers,    // [n_buffers, buffer_pages], pages of the loading buffers
-              i64* __restrict__ copies,           // see above, or null = copy here
-              bool* __restrict__ now,             // [n_experts], chosen and can be read now; like the next, with copies
-              bool* __restrict__ later,           // [n_experts], chosen and can be read after the copies
+    moe_fetch(int* ids,              // [T, top_k]; rows of padding become -1
+              const int* positions,  // [T], -1 = a row of padding
+              i64* addresses,        // [n_experts, n_pages], the layer's table
+              const i64* homes,      // [n_experts], where all pages of an expert lie in host memory
+              const i64* pages,      // [n_experts, n_pages], the pages of each place, 0 = no place
+              int* holders,          // [n_experts], who holds each place, -1 = nobody
+              int* place_of,         // [n_experts], -1 = in none
+              int* last_used,        // [n_experts], step, 0 = never
+              float* scores,         // [n_experts]
+              int* counts,           // [n_experts], assignments since the start
+              int* buffered,         // [n_experts], 1 = the table names a loading buffer
+              int* totals,           // [8], see above
+              const int* control,    // [5], see above
+              const i64* buffers,    // [n_buffers, buffer_pages], pages of the loading buffers
+              i64* copies,           // see above, or null = copy here
+              bool* now,             // [n_experts], chosen and can be read now; like the next, with copies
+              bool* later,           // [n_experts], chosen and can be read after the copies
               int n_buffers, int buffer_pages, int n_tokens, int top_k, int n_experts, int n_pages, int page_bytes) {
     __shared__ FetchPlan plan;
     int thread = threadIdx.x;
@@ -267,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
 }
 
 extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
-    moe_bring(const i64* __restrict__ copies, int buffer_pages, int n_pages, int page_bytes) {
+    moe_bring(const i64* copies, int buffer_pages, int n_pages, int page_bytes) {
     int row = 1 + buffer_pages, page_chunks = (page_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
     int n_chunks = (int)copies[0] * n_pages * page_chunks;
     for (int c = blockIdx.x; c < n_chunks; c += gridDim.x) {
@@ -277,14 +278,14 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
     }
 }
 
-extern "C" __global__ void moe_join(i64* __restrict__ copies) { copies[0] = 0; }
+extern "C" __global__ void moe_border(int n_threads) {}
 
 extern "C" __global__ void
-    moe_set_places(const i64* __restrict__ commands,  // [n, 4 + max_pages]: first expert of the layer over all layers,
+    moe_set_places(const i64* commands,  // [n, 4 + max_pages]: first expert of the layer over all layers,
                                                       // first table entry, n_pages, place, then its pages or zeros
-                   i64* __restrict__ addresses,       // of all layers, one after the other; so are the following
-                   const i64* __restrict__ homes, i64* __restrict__ pages, int* __restrict__ holders,
-                   int* __restrict__ place_of, int n_commands, int max_pages, int page_bytes) {
+                   i64* addresses,       // of all layers, one after the other; so are the following
+                   const i64* homes, i64* pages, int* holders,
+                   int* place_of, int n_commands, int max_pages, int page_bytes) {
     follow_predecessor();
     for (int c = 0; c < n_commands; c++) {
         const i64* command = commands + (i64)c * (4 + max_pages);

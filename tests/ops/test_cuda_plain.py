@@ -93,7 +93,7 @@ def test_launch_checks_and_packs(monkeypatch: pytest.MonkeyPatch) -> None:
         Kernel("a.cu", "k", "x: f31*")
 
 
-LAUNCHED_AS_USUAL = {"moe_bring", "moe_join"}
+LAUNCHED_AS_USUAL = {"moe_bring", "moe_border"}
 """Where streams part and meet: kernels that have more than one predecessor, or one of another stream."""
 
 
