@@ -2,6 +2,9 @@
 //
 //   row n of a projection: addresses[expert][first_page + n / rows_per_page] + n % rows_per_page * row_bytes
 //
+// Every warp looks rows up before it reads them, so that is kept short: n / rows_per_page is the upper half of
+// 4 n * page_factor, page_factor = ceil(2^30 / rows_per_page), or 0 where all rows lie in one page (ops/cuda/moe.py).
+//
 // An address may be a pool page, a loading buffer or pinned host memory: the same loads in the same order read all three,
 // so results do not depend on it. An assignment is one (token, slot) pair: a = token * top_k + slot.
 //
@@ -17,16 +20,25 @@ struct Projection {
     int n_pages;           // of an expert
     int first_page;
     int rows_per_page;
+    int page_factor;
     int row_bytes;
 };
 
+// The address as it is: without this the compiler computes it again before every load of a row, to save registers.
+__device__ __forceinline__ const u8* final_address(u64 address) {
+#if defined(__CUDA_ARCH__)
+    asm("" : "+l"(address));
+#endif
+    return (const u8*)address;
+}
+
 __device__ __forceinline__ const u8* expert_row(const Projection& p, int expert, int n) {
 #if CONTIGUOUS_EXPERTS
-    return (const u8*)p.addresses + (i64)(p.first_page + expert * p.rows_per_page + n) * p.row_bytes;
+    return final_address((u64)p.addresses + (u64)(p.first_page + expert * p.rows_per_page + n) * (u32)p.row_bytes);
 #else
-    int page = n / p.rows_per_page;
-    i64 base = __ldg(p.addresses + (i64)expert * p.n_pages + p.first_page + page);
-    return (const u8*)base + (i64)(n - page * p.rows_per_page) * p.row_bytes;
+    u32 page = __umulhi(4u * (u32)n, (u32)p.page_factor);
+    u64 base = (u64)__ldg(p.addresses + (expert * p.n_pages + p.first_page) + page);
+    return final_address(base + (u64)((u32)n - page * (u32)p.rows_per_page) * (u32)p.row_bytes);
 #endif
 }
 

@@ -44,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
                 const int* __restrict__ x_sums,         // [T, width / 32]
                 int width, ITEM_PARAMETERS,
                 const i64* __restrict__ addresses,      // [n_experts, n_pages]
-                int n_pages, int gate_first_page, int gate_rows_per_page, int gate_row_bytes, int up_first_page,
-                int up_rows_per_page, int up_row_bytes,
+                int n_pages, int gate_first_page, int gate_rows_per_page, int gate_page_factor, int gate_row_bytes,
+                int up_first_page, int up_rows_per_page, int up_page_factor, int up_row_bytes,
                 const float* __restrict__ gate_bias,    // [n_experts, n_hidden], or null
                 const float* __restrict__ up_bias,      // [n_experts, n_hidden], or null
                 float* __restrict__ hidden,             // [T * top_k, n_hidden]
@@ -56,8 +56,8 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
     __shared__ HiddenSums sums;
     Item item;
     if (!PICK_ITEM(item, blockIdx.y)) return;
-    Projection gate = {addresses, n_pages, gate_first_page, gate_rows_per_page, gate_row_bytes};
-    Projection up = {addresses, n_pages, up_first_page, up_rows_per_page, up_row_bytes};
+    Projection gate = {addresses, n_pages, gate_first_page, gate_rows_per_page, gate_page_factor, gate_row_bytes};
+    Projection up = {addresses, n_pages, up_first_page, up_rows_per_page, up_page_factor, up_row_bytes};
     ActView x = {x_f32, x_values, x_scales, x_sums, width};
     int lane = threadIdx.x & 31, sub = lane % ROW_LANES;
     int local = ((threadIdx.x >> 5) * (32 / ROW_LANES) + lane / ROW_LANES) * LANE_ROWS;
@@ -117,14 +117,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
              const int* __restrict__ h_sums,       // [T * top_k, n_hidden / 32]
              int n_hidden, ITEM_PARAMETERS,
              const i64* __restrict__ addresses,    // [n_experts, n_pages]
-             int n_pages, int first_page, int rows_per_page, int row_bytes,
+             int n_pages, int first_page, int rows_per_page, int page_factor, int row_bytes,
              const float* __restrict__ bias,       // [n_experts, n_out], or null
              float* __restrict__ out,              // [T * top_k, n_out]
              int n_out) {
     follow_predecessor();
     Item item;
     if (!PICK_ITEM(item, blockIdx.y)) return;
-    Projection down = {addresses, n_pages, first_page, rows_per_page, row_bytes};
+    Projection down = {addresses, n_pages, first_page, rows_per_page, page_factor, row_bytes};
     ActView h = {h_f32, h_values, h_scales, h_sums, n_hidden};
     int lane = threadIdx.x & 31, sub = lane % ROW_LANES;
     int group = ((int)blockIdx.x * BLOCK_WARPS + (threadIdx.x >> 5)) * (32 / ROW_LANES) + lane / ROW_LANES;
@@ -163,14 +163,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
                  const int* __restrict__ ids,         // [T * top_k], experts
                  int n_experts, int top_k,
                  const i64* __restrict__ addresses,   // [n_experts, n_pages]
-                 int n_pages, int first_page, int rows_per_page, int row_bytes,
+                 int n_pages, int first_page, int rows_per_page, int page_factor, int row_bytes,
                  const float* __restrict__ bias,      // [n_experts, n_out], or null
                  const float* __restrict__ weights,   // [T, top_k]
                  float* __restrict__ out,             // [T, n_out]
                  int n_out, int add, float scale) {
     __shared__ float products[MAX_SLOTS][SUM_ROWS];
     follow_predecessor();
-    Projection down = {addresses, n_pages, first_page, rows_per_page, row_bytes};
+    Projection down = {addresses, n_pages, first_page, rows_per_page, page_factor, row_bytes};
     ActView h = {h_f32, h_values, h_scales, h_sums, n_hidden};
     int lane = threadIdx.x & 31, sub = lane % ROW_LANES, local = lane / ROW_LANES * LANE_ROWS;
     int block_first = (int)blockIdx.x * SUM_ROWS, token = blockIdx.y;

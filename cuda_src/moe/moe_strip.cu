@@ -20,8 +20,8 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
                       const float* __restrict__ x_scales,    // [T]
                       int width, ITEM_PARAMETERS,
                       const i64* __restrict__ addresses,     // [n_experts, n_pages]
-                      int n_pages, int gate_first_page, int gate_rows_per_page, int gate_row_bytes, int up_first_page,
-                      int up_rows_per_page, int up_row_bytes,
+                      int n_pages, int gate_first_page, int gate_rows_per_page, int gate_page_factor, int gate_row_bytes,
+                      int up_first_page, int up_rows_per_page, int up_page_factor, int up_row_bytes,
                       const float* __restrict__ gate_bias,   // [n_experts, n_hidden], or null
                       const float* __restrict__ up_bias,     // [n_experts, n_hidden], or null
                       float* __restrict__ hidden,            // [T * top_k, n_hidden]
@@ -31,8 +31,8 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     extern __shared__ __align__(16) __half shared[];
     Item item;
     if (!PICK_ITEM(item, blockIdx.y)) return;
-    Projection gate = {addresses, n_pages, gate_first_page, gate_rows_per_page, gate_row_bytes};
-    Projection up = {addresses, n_pages, up_first_page, up_rows_per_page, up_row_bytes};
+    Projection gate = {addresses, n_pages, gate_first_page, gate_rows_per_page, gate_page_factor, gate_row_bytes};
+    Projection up = {addresses, n_pages, up_first_page, up_rows_per_page, up_page_factor, up_row_bytes};
     // Hidden element of the lower row; without a gate the upper row is 8 elements on, with one it is the same element.
     int n = GATED ? (blockIdx.x * WARPS_N + strip_warp()) * 8 + ((threadIdx.x & 31) >> 2)
                   : (int)blockIdx.x * WARPS_N * 16 + strip_row();
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
                    const float* __restrict__ h_scales,     // [T * top_k]
                    int n_hidden, ITEM_PARAMETERS,
                    const i64* __restrict__ addresses,      // [n_experts, n_pages]
-                   int n_pages, int first_page, int rows_per_page, int row_bytes,
+                   int n_pages, int first_page, int rows_per_page, int page_factor, int row_bytes,
                    const float* __restrict__ bias,         // [n_experts, n_out], or null
                    float* __restrict__ out,                // [T * top_k, n_out]
                    int n_out) {
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     extern __shared__ __align__(16) __half shared[];
     Item item;
     if (!PICK_ITEM(item, blockIdx.y)) return;
-    Projection down = {addresses, n_pages, first_page, rows_per_page, row_bytes};
+    Projection down = {addresses, n_pages, first_page, rows_per_page, page_factor, row_bytes};
     int row = blockIdx.x * WARPS_N * 16 + strip_row();
     const u8* lower = expert_row(down, item.expert, min(row, n_out - 1));
     const u8* upper = expert_row(down, item.expert, min(row + 8, n_out - 1));

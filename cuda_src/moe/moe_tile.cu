@@ -23,8 +23,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
                      const float* __restrict__ x_scales,    // [T]
                      int width, ITEM_PARAMETERS,
                      const i64* __restrict__ addresses,     // [n_experts, n_pages]
-                     int n_pages, int gate_first_page, int gate_rows_per_page, int gate_row_bytes, int up_first_page,
-                     int up_rows_per_page, int up_row_bytes,
+                     int n_pages, int gate_first_page, int gate_rows_per_page, int gate_page_factor, int gate_row_bytes,
+                     int up_first_page, int up_rows_per_page, int up_page_factor, int up_row_bytes,
                      const float* __restrict__ gate_bias,   // [n_experts, n_hidden], or null
                      const float* __restrict__ up_bias,     // [n_experts, n_hidden], or null
                      float* __restrict__ hidden,            // [T * top_k, n_hidden]
@@ -36,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
     int first = blockIdx.x * HIDDEN_TILE, row = tile_weight_row();
     bool is_up = !GATED || (row & 8);
     Projection projection = {addresses, n_pages, is_up ? up_first_page : gate_first_page,
-                          is_up ? up_rows_per_page : gate_rows_per_page, is_up ? up_row_bytes : gate_row_bytes};
+                             is_up ? up_rows_per_page : gate_rows_per_page,
+                             is_up ? up_page_factor : gate_page_factor, is_up ? up_row_bytes : gate_row_bytes};
     int mine = first + (GATED ? (row >> 4) * 8 + (row & 7) : row);
     TileInput in;
     in.x = x;
@@ -87,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
                   const float* __restrict__ h_scales,     // [T * top_k]
                   int n_hidden, ITEM_PARAMETERS,
                   const i64* __restrict__ addresses,      // [n_experts, n_pages]
-                  int n_pages, int first_page, int rows_per_page, int row_bytes,
+                  int n_pages, int first_page, int rows_per_page, int page_factor, int row_bytes,
                   const float* __restrict__ bias,         // [n_experts, n_out], or null
                   float* __restrict__ out,                // [T * top_k, n_out]
                   int n_out) {
@@ -95,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
     extern __shared__ __align__(16) __half shared[];
     Item item;
     if (!PICK_ITEM(item, blockIdx.y)) return;
-    Projection down = {addresses, n_pages, first_page, rows_per_page, row_bytes};
+    Projection down = {addresses, n_pages, first_page, rows_per_page, page_factor, row_bytes};
     int first = blockIdx.x * TILE_N, mine = first + tile_weight_row();
     TileInput in;
     in.x = hidden;

@@ -259,6 +259,7 @@ static inline unsigned __ballot_sync(unsigned, bool v) {
 }
 static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((unsigned long long)a * b >> 32); }
 
 // ---- what the sources write in PTX (their definitions are cut out of the text)
 static inline unsigned shared_address(const void*) { return 0; }

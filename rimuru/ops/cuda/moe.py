@@ -54,10 +54,10 @@ _MAX_SUM_SLOTS = 32  # experts of a token where down and the weighted sum are on
 _ITEMS = "items: *, n_items: i32*, order: i32*, ids: i32*, active: bool*, n_experts: i32, top_k: i32"
 _PAGES = "addresses: i64*, n_pages: i32"
 _UP_PAGES = (
-    "gate_first_page: i32, gate_rows_per_page: i32, gate_row_bytes: i32,"
-    "up_first_page: i32, up_rows_per_page: i32, up_row_bytes: i32"
+    "gate_first_page: i32, gate_rows_per_page: i32, gate_page_factor: i32, gate_row_bytes: i32,"
+    "up_first_page: i32, up_rows_per_page: i32, up_page_factor: i32, up_row_bytes: i32"
 )
-_DOWN_PAGES = "first_page: i32, rows_per_page: i32, row_bytes: i32"
+_DOWN_PAGES = "first_page: i32, rows_per_page: i32, page_factor: i32, row_bytes: i32"
 
 _combine = Kernel(
     "moe/combine.cu",
@@ -253,6 +253,22 @@ def dot_tile(n_tokens: int, load: float) -> int:
     return 1 if n_tokens <= UNSORTED_TOKENS else token_tile(max(2, int(2 * load)))
 
 
+def page_factor(rows_per_page: int, n_rows: int) -> int:
+    """The factor f with which row n < n_rows lies in page 4 n f >> 32 (cuda_src/common/experts.cuh)."""
+    if rows_per_page >= n_rows:
+        return 0
+    factor = ceil_div(1 << 30, rows_per_page)
+    # n f / 2^30 = n / rows_per_page + n * excess / (rows_per_page * 2^30): whole below 1 / rows_per_page more.
+    if n_rows > 1 << 30 or (n_rows - 1) * (factor * rows_per_page - (1 << 30)) >= 1 << 30:
+        raise RimuruError(f"experts of {n_rows} rows, {rows_per_page} a page: too many for the CUDA kernels")
+    return factor
+
+
+def page_arguments(p: ProjectionLayout) -> tuple[int, int, int, int]:
+    """Where a projection's rows lie, as the kernels take it."""
+    return p.first_page, p.rows_per_page, page_factor(p.rows_per_page, p.n_rows), p.row_bytes
+
+
 @dataclass(slots=True)
 class _Call:
     """What the two launches of one moe_experts call share."""
@@ -269,7 +285,7 @@ class _Call:
         return self.table.layout.projection(name)
 
     def down_pages(self, down: ProjectionLayout) -> tuple[Any, ...]:
-        return self.table.addresses, self.table.layout.n_pages, down.first_page, down.rows_per_page, down.row_bytes
+        return (self.table.addresses, self.table.layout.n_pages, *page_arguments(down))
 
     @property
     def scaled(self) -> bool:
@@ -283,7 +299,7 @@ class _Call:
         up = self.projection("up")
         assert up is not None
         gate = self.projection("gate") or up
-        pages = [value for p in (gate, up) for value in (p.first_page, p.rows_per_page, p.row_bytes)]
+        pages = (*page_arguments(gate), *page_arguments(up))
         addresses = (self.table.addresses, self.table.layout.n_pages)
         return (*self.item_arguments, *addresses, *pages, self.vector("gate"), self.vector("up"), self.buffers.hidden)
 
