@@ -109,6 +109,26 @@ def test_experts_are_equal_wherever_they_lie() -> None:
     assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
 
 
+@pytest.mark.parametrize("n_tokens", [2, 6, 20, 90])
+def test_experts_in_two_turns_are_bit_equal(n_tokens: int, emulator: emulate.Emulator) -> None:
+    """Some experts first and the others later, as where the others come meanwhile: by every family of kernels."""
+    ops: Any = emulate.EmulatedOps()
+    spec = MoeSpec(6, 3, 64)
+    case = moe_cases.experts_case("in turns", {"gate": "q5_0", "up": "q5_0", "down": "q8_0"}, spec, 64, n_tokens)
+    inputs = case.inputs()
+    first = len(emulator.launched)
+    whole = case.run(ops, inputs)["slots"]
+    family = {2: "moe_gate_up", 6: "moe_gate_up_strip", 20: "moe_gate_up_strip", 90: "moe_gate_up_tile"}[n_tokens]
+    assert family in emulator.launched[first:]
+    table, pool = moe_cases.expert_table(ops, inputs)
+    scratch, x = ops.moe_scratch(n_tokens, spec, 64), matmul_cases.filled_act(ops, inputs["x"])
+    now = np.array([True, False, True, True, False, False])
+    for active in (now, ~now):
+        ops.moe_experts(x, ops.upload(inputs["ids"]), table, ops.upload(active), spec, scratch)
+    assert np.array_equal(scratch.out[: n_tokens * spec.top_k], whole)
+    del pool
+
+
 @pytest.mark.parametrize(
     ("down", "top_k", "width", "n_tokens"),
     [("q8_0", 3, 256, 2), ("q6_k", 9, 256, 1), ("q5_0", 2, 1280, 1), ("q4_k", 2, 256, 5)],
