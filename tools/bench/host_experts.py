@@ -1,12 +1,17 @@
 """Decode of one stream with a part of the experts in host memory: time per token against the bytes that had to come.
 
-    python tools/bench/host_experts.py MODEL [--shares 1.0,0.75,0.5,0.25] [--new 64] [--link-gbps 51] [--json FILE]
+    python tools/bench/host_experts.py MODEL [--shares 1.0,0.75,0.5,0.25] [--ways "in place,buffers,places"] [--new 64]
+                                             [--link-gbps 51] [--json FILE]
 
-The first share must be 1.0: its time per token is the resident time. Which experts the tokens chose outside the pool is
-noted in a second run of the same requests, without graphs and off the clock; its tokens must be the same. Predicted is
-resident time + missed bytes / the link's rate. Exit status 1 where a time is over 15% above that. "counted" is what the
-device counted in the timed run. --fill-on-read: missed experts take the places of others (else every miss is read in
-place); who is resident then differs between the runs, and what was counted counts.
+The first share must be 1.0: its time per token is the resident time, and all others must give its tokens. Predicted is
+resident time + missed bytes / the link's rate. Exit status 1 where a time is over 15% above that, or tokens differ.
+
+    in place  kernels read what is missed where it lies in host memory. What the tokens chose outside the pool is noted
+              in a second run of the same requests, without graphs and off the clock; "counted" is what the device counted
+    buffers   what is missed comes into loading buffers for a layer's turn; who is resident does not change
+    places    what is missed takes the places of others: what engines do where host memory holds all experts
+
+Where the device brings experts in, what it counted in the timed run counts.
 """
 
 from __future__ import annotations
@@ -25,11 +30,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rimuru import LLM, SamplingParams
+from rimuru.experts import device_places
 from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.request import Sequence
 
 PROMPT_TOKENS = 64
 MOST_OVER = 0.15
+WAYS = ("in place", "buffers", "places")
 
 
 class Misses:
@@ -99,28 +106,34 @@ def without_graphs(llm: LLM) -> Any:
     return patch.object(ops.graphs, "run", run)
 
 
-def measure(llm: LLM, n_new: int, n_requests: int, fill_on_read: bool) -> dict[str, Any]:
-    """Time per token, and missed bytes per token, of the same requests."""
+def measure(llm: LLM, n_new: int, n_requests: int, way: str) -> dict[str, Any]:
+    """Time per token, missed bytes per token, and the tokens of the same requests."""
     work = requests(llm, n_new, n_requests)
-    answer(llm, *work[0])  # kernels, graphs
-    timed = [answer(llm, *request) for request in work]
-    tap, misses = llm.loaded.engine.runner.model.tap, Misses(llm)
-    tap.chosen = misses.chosen
-    with without_graphs(llm):
-        noted = [answer(llm, *request)[0] for request in work]
-    tap.chosen = None
-    same = all(a.output_ids == b.output_ids for (a, _, _), b in zip(timed, noted, strict=True))
+    with patch.object(device_places, "MAX_COMERS", 0 if way == "buffers" else device_places.MAX_COMERS):
+        answer(llm, *work[0])  # kernels, graphs
+        timed = [answer(llm, *request) for request in work]
+    tokens = [sequence.output_ids for sequence, _, _ in timed]
     counted = statistics.fmean(n_bytes for _, _, n_bytes in timed)
-    return {
+    row = {
+        "way": way,
         "resident_experts": sum(llm.memory()["resident_experts"]),
         "ms_per_token": statistics.median(seconds for _, seconds, _ in timed) * 1e3,
-        "missed_bytes_per_token": counted if fill_on_read else statistics.fmean(misses.step_bytes),
+        "missed_bytes_per_token": counted,
         "counted_bytes_per_token": counted,
-        "missed_experts_per_token": statistics.fmean(misses.step_experts),
-        "same_tokens": same,
-        "fill_on_read": fill_on_read,
+        "tokens": tokens,
+        "same_tokens": True,
         "load_s": llm.loaded.load_s,
     }
+    if way == "in place":
+        tap, misses = llm.loaded.engine.runner.model.tap, Misses(llm)
+        tap.chosen = misses.chosen
+        with without_graphs(llm):
+            noted = [answer(llm, *request)[0].output_ids for request in work]
+        tap.chosen = None
+        row["same_tokens"] = noted == tokens
+        row["missed_bytes_per_token"] = statistics.fmean(misses.step_bytes)
+        row["missed_experts_per_token"] = statistics.fmean(misses.step_experts)
+    return row
 
 
 class Stages:
@@ -134,43 +147,57 @@ class Stages:
         self.seconds.setdefault(stage, [now, now])[1] = now
 
 
+def show(row: dict[str, Any]) -> None:
+    figures = f"{row['ms_per_token']:>12.3f}{row['missed_bytes_per_token'] / 1e6:>11.1f}"
+    more = f"{row['counted_bytes_per_token'] / 1e6:>9.1f}{row['predicted_ms']:>14.3f}{row['over']:>+8.1%}"
+    other = "" if row["same_tokens"] else "  OTHER TOKENS"
+    print(f"{row['share']:>8.2f}{row['way']:>10}{row['load_s']:>8.1f}{figures}{more}{other}", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", type=Path)
     parser.add_argument("--shares", default="1.0,0.75,0.5,0.25", help="shares of the experts in the pool")
+    parser.add_argument("--ways", default=",".join(WAYS), help="how missed experts are read")
     parser.add_argument("--new", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--requests", type=int, default=2)
     parser.add_argument("--link-gbps", type=float, default=51.0, help="GB/s at which kernels read host memory")
     parser.add_argument("--ram", default="40GB", help="host memory that experts may take")
-    parser.add_argument("--fill-on-read", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     shares = [float(share) for share in options.shares.split(",")]
-    if shares[0] != 1.0:
-        parser.error("the first share must be 1.0")
+    ways = options.ways.split(",")
+    if shares[0] != 1.0 or not ways or set(ways) - set(WAYS):
+        parser.error(f"the first share must be 1.0, and the ways some of: {', '.join(WAYS)}")
     rows: list[dict[str, Any]] = []
     print(
-        f"{'in pool':>8}{'load s':>8}{'ms a token':>12}{'missed MB':>11}{'counted':>9}{'predicted ms':>14}{'over':>8}"
+        f"{'in pool':>8}{'way':>10}{'load s':>8}{'ms a token':>12}{'missed MB':>11}{'counted':>9}{'predicted ms':>14}"
+        f"{'over':>8}"
     )
     for share in shares:
-        stages = Stages()
-        with LLM(
-            options.model, device="cuda", resident_experts=share, max_sequences=1, context=1024, prefix_cache=False,
-            fill_on_read=options.fill_on_read, ram=options.ram, progress=stages,
-        ) as llm:  # fmt: skip
-            row = measure(llm, options.new, options.requests, options.fill_on_read)
-        resident_ms = row["ms_per_token"] if not rows else rows[0]["ms_per_token"]
-        row["share"], row["load_stages_s"] = share, stages.seconds
-        row["predicted_ms"] = resident_ms + row["missed_bytes_per_token"] / options.link_gbps / 1e6
-        row["over"] = row["ms_per_token"] / row["predicted_ms"] - 1
-        rows.append(row)
-        figures = (
-            f"{row['ms_per_token']:>12.3f}{row['missed_bytes_per_token'] / 1e6:>11.1f}{row['predicted_ms']:>14.3f}"
-        )
-        other = "" if row["same_tokens"] else "  OTHER TOKENS"
-        print(f"{share:>8.2f}{row['load_s']:>8.1f}{figures}{row['over']:>+8.1%}{other}", flush=True)
+        some = ways[:1] if share == 1.0 else ways
+        # One load serves the ways in which the device brings experts; places come last, since they change residents.
+        for fills in (False, True):
+            group = [way for way in some if (way != "in place") == fills]
+            if not group:
+                continue
+            stages = Stages()
+            with LLM(
+                options.model, device="cuda", resident_experts=share, max_sequences=1, context=1024,
+                prefix_cache=False, fill_on_read=fills, ram=options.ram, progress=stages,
+            ) as llm:  # fmt: skip
+                for way in sorted(group, key=WAYS.index):
+                    row = measure(llm, options.new, options.requests, way)
+                    resident_ms = rows[0]["ms_per_token"] if rows else row["ms_per_token"]
+                    row["share"], row["load_stages_s"] = share, stages.seconds
+                    row["predicted_ms"] = resident_ms + row["missed_bytes_per_token"] / options.link_gbps / 1e6
+                    row["over"] = row["ms_per_token"] / row["predicted_ms"] - 1
+                    row["same_tokens"] &= not rows or row["tokens"] == rows[0]["tokens"]
+                    rows.append(row)
+                    show(row)
         if options.json:
-            options.json.write_text(json.dumps({"link_gbps": options.link_gbps, "rows": rows}, indent=1) + "\n")
+            kept = [{key: value for key, value in row.items() if key != "tokens"} for row in rows]
+            options.json.write_text(json.dumps({"link_gbps": options.link_gbps, "rows": kept}, indent=1) + "\n")
     return 0 if all(row["over"] <= MOST_OVER and row["same_tokens"] for row in rows) else 1
 
 
