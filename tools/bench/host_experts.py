@@ -7,7 +7,7 @@ The first share must be 1.0: its time per token is the resident time, and all ot
 resident time + missed bytes / the link's rate. Exit status 1 where a time is over 15% above that, or tokens differ.
 
     in place  kernels read what is missed where it lies in host memory. What the tokens chose outside the pool is noted
-              in a second run of the same requests, without graphs and off the clock; "counted" is what the device counted
+              in a second run of the same requests, without graphs and off the clock; "counted" is the device's count
     buffers   what is missed comes into loading buffers for a layer's turn; who is resident does not change
     places    what is missed takes the places of others: what engines do where host memory holds all experts
 

@@ -225,6 +225,18 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
+def difference(outs: Sequence[Any], wanted: Sequence[Any]) -> str | None:
+    """Which of the outputs differ, in how many values and by how much; None where none does."""
+    parts = []
+    for i, (out, right) in enumerate(zip(outs, wanted, strict=True)):
+        n_other = int((out != right).sum())
+        if n_other:
+            worst, largest = float(abs(out - right).max()), float(abs(right).max())
+            name = ("hidden" if i % 2 else "out") + f" of layer {i // 2}"
+            parts.append(f"{name}: {n_other} of {out.size} values, by up to {worst:.3g} of {largest:.3g}")
+    return "; ".join(parts) or None
+
+
 @dataclass
 class Bench:
     """The layers of one mix of types, and the rows measured on them."""
@@ -261,10 +273,10 @@ class Bench:
         recorded_launches, outs, _ = self.prepare(n_tokens)
         pairs = list(zip(self.layers, recorded_launches, strict=True))
         plain = [on_contiguous(launch, self.layout, layer.tensors) for layer, found in pairs for launch in found]
+        n_times = self.repeats(plain)
         for launch in plain:
             launch()
         wanted = [out.copy() for out in outs]
-        n_times = self.repeats(plain)
         contiguous, again = (graph_of(self.ops, plain, n_times) for _ in range(2))
         for share in SHARES:
             paged = [
@@ -274,11 +286,15 @@ class Bench:
                 out.fill(np.nan)
             graph = graph_of(self.ops, paged, n_times)
             milliseconds(self.ops, graph)
-            equal = all(bool((a == b).all()) for a, b in zip(outs, wanted, strict=True))
+            differs = difference(outs, wanted)
+            if differs:
+                milliseconds(self.ops, again)
+                unsteady = difference(outs, wanted)
+                differs += f" (contiguous, in a graph: {unsteady or 'as launched one by one'})"
             base, other, repeated = alternate(self.ops, [contiguous, graph, again], self.seconds)
             scale = 1e3 / (n_times * len(self.layers))
             yield {
-                "down": down, "tokens": n_tokens, "pool_share": share, "equal": equal,
+                "down": down, "tokens": n_tokens, "pool_share": share, "equal": differs is None, "differs": differs,
                 "contiguous_us": statistics.median(base) * scale, "paged_us": statistics.median(other) * scale,
                 "overhead": median_ratio(other, base) - 1, "noise": median_ratio(repeated, base) - 1,
             }  # fmt: skip
@@ -398,6 +414,9 @@ def main() -> int:
         print(f"mean overhead, {name}: {value:+.2%}, {worst} {LIMITS[name]:.1%}")
     equal = all(row["equal"] for row in rows)
     print("results are equal" if equal else "RESULTS DIFFER")
+    for row in rows:
+        if not row["equal"]:
+            print(f"  {row['down']}, {row['tokens']} tokens, {row['pool_share']:.0%} in pool: {row['differs']}")
     if options.json:
         result = {"rows": rows, "mean_overhead": found, "limits": LIMITS, "in_place": in_place, "equal": equal}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
