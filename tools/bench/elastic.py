@@ -37,6 +37,7 @@ from rimuru import LLM, SamplingParams
 from rimuru.base.errors import BadInputError, NotEnoughMemoryError, RimuruError
 from rimuru.commands.bench import counters, routing_label, use_routing
 from rimuru.engine.room import ExpertRoom
+from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.request import Sequence
 
 ELASTIC = ("paper", "cost")
@@ -211,13 +212,21 @@ def open_engine(args: argparse.Namespace, setting: Setting) -> LLM:
     return llm
 
 
+def changes_nothing(llm: LLM, off: str, plain: type | None) -> bool:
+    """Whether an engine with a switch turned off runs as the one with all on, whose store is a `plain` one. Only a
+    device's own store brings experts ahead of a prompt's layers; without reading in place it may become another one."""
+    if off == "prefetch":
+        return not isinstance(llm.loaded.store, DeviceExpertStore)
+    return off == "in_place" and type(llm.loaded.store) is plain
+
+
 class Table:
     """Rows as they are measured, written after each."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.path = args.output
         kept = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-        self.values: dict[str, Any] = {"settings": kept, "loads": [], "rows": []}
+        self.values: dict[str, Any] = {"settings": kept, "loads": [], "rows": [], "left_out": []}
 
     def add(self, row: dict[str, Any]) -> None:
         self.values["rows"].append(row)
@@ -280,6 +289,7 @@ def run(args: argparse.Namespace) -> Table:
     table, deadline = Table(args), time.monotonic() + args.limit_seconds
     llm: LLM | None = None
     loaded_for: tuple[str, str, str] | None = None
+    plain: dict[str, type] = {}
     try:
         for setting in settings_of(args):
             if time.monotonic() > deadline:
@@ -296,6 +306,11 @@ def run(args: argparse.Namespace) -> Table:
                     table.add({**dataclasses.asdict(setting), "cells": [], "error": str(error)})
                     continue
                 table.values["loads"].append({"for": list(loaded_for), "seconds": llm.loaded.load_s})
+            if not setting.off:
+                plain[setting.memory] = type(llm.loaded.store)
+            elif changes_nothing(llm, setting.off, plain.get(setting.memory)):
+                table.values["left_out"].append(f"{setting.memory}, no {setting.off}: changes nothing here")
+                continue
             row = measure_row(llm, setting, args, deadline)
             table.add(row)
             print(list(table.lines())[-1], file=sys.stderr, flush=True)

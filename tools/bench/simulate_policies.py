@@ -1,4 +1,5 @@
-"""Policies compared on traces, simulated: the paper's case study, sensitivity, Azure traces, a single stream, ablation.
+"""Policies compared on traces, simulated: the paper's case study, sensitivity, Azure traces, a single stream, ablation;
+`heldout`: loads, models and cards that no constant of the policies was chosen on.
 
     python tools/bench/simulate_policies.py TRACES_DIR [--only NAME,NAME] [--out tools/results]
 
@@ -64,6 +65,14 @@ CASE_POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+TRACE_POLICIES: dict[str, dict[str, Any]] = {
+    "static": {"policy": "static"},
+    "fixed 0.5": {"policy": "fixed", "resident_experts": 0.5},
+    "paper": {"policy": "paper"},
+    "cost": {"policy": "cost"},
+}
+
+
 def case_study(traces: Path) -> dict[str, Result | None]:
     trace = read_trace(traces / "sharegpt_lengths.csv", 128)
     found: dict[str, Result | None] = {}
@@ -92,18 +101,40 @@ def azure(traces: Path) -> dict[str, Result | None]:
         "code x4": read_trace(traces / "azure_code.csv", 80, 4.0),
         "single stream": [TraceRequest(0.0, 118, 512)],
     }
-    policies: dict[str, dict[str, Any]] = {
-        "static": {"policy": "static"},
-        "fixed 0.5": {"policy": "fixed", "resident_experts": 0.5},
-        "paper": {"policy": "paper"},
-        "cost": {"policy": "cost"},
-    }
     found: dict[str, Result | None] = {}
     for load, trace in loads.items():
-        for name, more in policies.items():
+        for name, more in TRACE_POLICIES.items():
             settings = Settings(**{"memory_bytes": int(14e9), "card": card_named("rtx4090")} | more)
             found[f"{load}, {name}"] = run("qwen3-30b-a3b", "q4_k_m", trace, settings)
     return found
+
+
+def heldout(traces: Path) -> dict[str, Result | None]:
+    """Later rows of the Azure traces at another stretch, Mooncake's shared prefixes, ShareGPT at a rate; other models,
+    cards and budgets, another seed of the router."""
+    conversation = later(read_trace(traces / "azure_conv.csv", 12060, 8.0), 12000)
+    code = later(read_trace(traces / "azure_code.csv", 5060, 8.0), 5000)
+    prefixes = read_trace(traces / "mooncake_conversation.jsonl", 30, 20.0)
+    answers = read_trace(traces / "sharegpt_lengths.csv", 96, rate=4.0, seed=7)
+    loads = {
+        "Qwen3-30B, conversation x8, rows from 12,000": ("qwen3-30b-a3b", "q4_k_m", conversation, "rtx4090", 12e9),
+        "Qwen3-30B, code x8, rows from 5,000": ("qwen3-30b-a3b", "q4_k_m", code, "rtx4090", 12e9),
+        "Qwen3-30B, Mooncake x20": ("qwen3-30b-a3b", "q4_k_m", prefixes, "rtx5090", 20e9),
+        "gpt-oss-20b, ShareGPT at 4/s": ("gpt-oss-20b", "q4_k_m", answers, "rtx4090", 9e9),
+        "Qwen3.5-35B, ShareGPT at 4/s": ("qwen3.5-35b-a3b", "q4_k_m", answers, "rtx5090", 16e9),
+    }
+    found: dict[str, Result | None] = {}
+    for load, (shape, quant, trace, card, n_bytes) in loads.items():
+        for name, more in TRACE_POLICIES.items():
+            settings = Settings(**{"memory_bytes": int(n_bytes), "card": card_named(card), "seed": 7} | more)
+            found[f"{load}, {name}"] = run(shape, quant, trace, settings)
+    return found
+
+
+def later(trace: list[TraceRequest], first: int) -> list[TraceRequest]:
+    """A trace's requests from number `first` on, as if it began with them."""
+    start_s = trace[first].arrival_s
+    return [dataclasses.replace(request, arrival_s=request.arrival_s - start_s) for request in trace[first:]]
 
 
 def ablation(traces: Path) -> dict[str, Result | None]:
@@ -164,10 +195,11 @@ def plot_sensitivity(results: dict[str, Result | None], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", type=Path)
-    parser.add_argument("--only", default="case_study,sensitivity,azure,ablation")
+    parser.add_argument("--only", default="case_study,sensitivity,azure,ablation,heldout")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "results")
     args = parser.parse_args()
     studies = {"case_study": case_study, "sensitivity": sensitivity, "azure": azure, "ablation": ablation}
+    studies["heldout"] = heldout
     for name in args.only.split(","):
         print(name, flush=True)
         results = studies[name](args.traces)
