@@ -8,8 +8,11 @@
 // Keys are visited in blocks of KEYS from a multiple of 64, so a row's sums do not depend on how a prompt is cut. Two
 // stages of K and V: one is copied while the other is worked on, with one barrier a block of keys.
 //
-// -D  KEY_DIM, VALUE_DIM (multiples of 16, up to 256), ELEMENT 0 f16, 1 bf16, KEYS (32 or 64), WARP_TILES (16-row tiles of a
-//     warp, 1 or 2), MIN_BLOCKS on a multiprocessor
+// -D  KEY_DIM, VALUE_DIM (multiples of 16), ELEMENT 0 f16, 1 bf16, KEYS (32 or 64), WARP_TILES (16-row tiles of a warp, 1 or
+//     2), MIN_BLOCKS on a multiprocessor
+//     VALUE_PARTS: warps that share their rows, each with a part of the value dims (256 of them fill a warp's registers);
+//     each makes all scores of the rows itself
+//     VALUES_ARE_KEYS 1: no stored values, a key's first VALUE_DIM elements are its value (latent attention)
 // Flops: 2 (KEY_DIM + VALUE_DIM) per visible (query head, key). Bytes: K and V once per tile.
 
 #include "attention/tile_mma.cuh"
@@ -19,13 +22,23 @@
 #include "common/paged.cuh"
 #include "common/warp.cuh"
 
-#define WARPS 4
-#define THREADS (32 * WARPS)
+#define ROW_WARPS 4
+#define THREADS (32 * ROW_WARPS * VALUE_PARTS)
 #define WARP_ROWS (16 * WARP_TILES)
-#define ROWS (WARPS * WARP_ROWS)
+#define ROWS (ROW_WARPS * WARP_ROWS)
+#define PART_DIM (VALUE_DIM / VALUE_PARTS)
+#define ROW_WARP (VALUE_PARTS == 1 ? (int)threadIdx.x >> 5 : ((int)threadIdx.x >> 5) % ROW_WARPS)
+#define FIRST_DIM (VALUE_PARTS == 1 ? 0 : ((int)threadIdx.x >> 5) / ROW_WARPS * PART_DIM)  // of the values
 #define K_STRIDE (KEY_DIM + 8)  // elements; 16 bytes more than a row, so that eight rows meet all banks
+#if VALUES_ARE_KEYS
+#define V_STRIDE K_STRIDE
+#define V_OFFSET 0
+#define STAGE (KEYS * K_STRIDE)
+#else
 #define V_STRIDE (VALUE_DIM + 8)
+#define V_OFFSET (KEYS * K_STRIDE)
 #define STAGE (KEYS * (K_STRIDE + V_STRIDE))
+#endif
 #define Q_IN_REGISTERS (KEY_DIM <= 128 && WARP_TILES == 1)  // else in shared memory behind the stages
 
 struct Tile {
@@ -63,12 +76,18 @@ __device__ __forceinline__ void find_rows(Rows& rows, const KvView& kv, int seq,
 }
 
 template <int DIM, int STRIDE>
-__device__ __forceinline__ void fetch(element_t* tile, const char* const* rows) {
+__device__ __forceinline__ void fetch_rows(element_t* tile, const char* const* rows) {
     for (int i = threadIdx.x; i < KEYS * (DIM / 8); i += THREADS) {
         int row = i / (DIM / 8), chunk = (i % (DIM / 8)) * 8;
         const char* from = rows[row];
         copy_async16(tile + row * STRIDE + chunk, from + chunk * 2, from != nullptr);
     }
+}
+
+__device__ __forceinline__ void fetch(element_t* stage, const Rows& rows) {
+    fetch_rows<KEY_DIM, K_STRIDE>(stage, rows.keys);
+    if (!VALUES_ARE_KEYS) fetch_rows<VALUE_DIM, V_STRIDE>(stage + V_OFFSET, rows.values);
+    commit_copies();
 }
 
 // Scaled queries of the tile as elements; a thread has part of one row.
@@ -86,7 +105,7 @@ __device__ __forceinline__ void load_queries(element_t* q_tile, const float* q, 
 
 // The left side of q k^T: 16 rows, dims 16 k .. + 15.
 __device__ __forceinline__ void query_matrix(u32 (&a)[4], const element_t* q_tile, int tile, int k) {
-    int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * WARP_ROWS + tile * 16 + (lane & 15);
+    int lane = threadIdx.x & 31, row = ROW_WARP * WARP_ROWS + tile * 16 + (lane & 15);
     load_matrices(a, (const __half*)(q_tile + row * K_STRIDE + k * 16 + (lane >> 4) * 8));
 }
 
@@ -158,8 +177,8 @@ __device__ __forceinline__ void softmax(float (&s)[KEYS / 8][4], const int (&pos
     }
 }
 
-// o += p v for the warp's rows
-__device__ __forceinline__ void gather(float (&o)[WARP_TILES][VALUE_DIM / 8][4], const float (&p)[WARP_TILES][KEYS / 8][4],
+// o += p v for the warp's rows; v_tile: from the warp's first value dim
+__device__ __forceinline__ void gather(float (&o)[WARP_TILES][PART_DIM / 8][4], const float (&p)[WARP_TILES][KEYS / 8][4],
                                        const element_t* v_tile) {
     int lane = threadIdx.x & 31;
 #pragma unroll
@@ -171,7 +190,7 @@ __device__ __forceinline__ void gather(float (&o)[WARP_TILES][VALUE_DIM / 8][4],
             a[m][2] = pack_pair(p[m][2 * k + 1][0], p[m][2 * k + 1][1]), a[m][3] = pack_pair(p[m][2 * k + 1][2], p[m][2 * k + 1][3]);
         }
 #pragma unroll
-        for (int n = 0; n < VALUE_DIM / 16; n++) {
+        for (int n = 0; n < PART_DIM / 16; n++) {
             u32 b[4];
             load_matrices_transposed(b, v_tile + (k * 16 + (lane & 15)) * V_STRIDE + n * 16 + (lane >> 4) * 8);
 #pragma unroll
@@ -184,12 +203,12 @@ __device__ __forceinline__ void gather(float (&o)[WARP_TILES][VALUE_DIM / 8][4],
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    paged_prefill(const float* __restrict__ q,          // [T, n_head * q_stride]
-                  const int* __restrict__ positions,    // [T]
-                  const int* __restrict__ query_start,  // [S + 1]
+    paged_prefill(const float* q,          // [T, n_head * q_stride]
+                  const int* positions,    // [T]
+                  const int* query_start,  // [S + 1]
                   const char* kv_base,                  // pool base + layer offset
-                  const int* __restrict__ pages,        // [S, n_blocks]
-                  const float* __restrict__ sinks,      // [n_head] or null
+                  const int* pages,        // [S, n_blocks]
+                  const float* sinks,      // [n_head] or null
                   float* out,                           // [T, n_head * VALUE_DIM]
                   ACT_PARAMETERS,                       // quantised copy, where VALUE_DIM is a multiple of 32
                   long long page_bytes, int n_seqs, int n_blocks, int page_tokens, int n_head, int n_head_kv, int q_stride,
@@ -203,11 +222,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int group = n_head / n_head_kv, kv_head = blockIdx.y;
     // later tiles see more keys: they start first
     if (!find_tile(query_start, n_seqs, group, gridDim.x - 1 - blockIdx.x, tile) || tile.n_rows <= skip_tokens * group) return;
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int lane = threadIdx.x & 31, warp = ROW_WARP, first_dim = FIRST_DIM;
     KvView kv{kv_base, page_bytes, pages, n_blocks, page_tokens, n_head_kv, KEY_DIM * 2, VALUE_DIM * 2};
     load_queries(q_tile, q, tile, group, n_head, kv_head * group, q_stride, scale * 1.4426950408889634f);
     int my_row[WARP_TILES][2], position[WARP_TILES][2];
-    float o[WARP_TILES][VALUE_DIM / 8][4], maximum[WARP_TILES][2], sum[WARP_TILES][2];
+    float o[WARP_TILES][PART_DIM / 8][4], maximum[WARP_TILES][2], sum[WARP_TILES][2];
 #pragma unroll
     for (int m = 0; m < WARP_TILES; m++) {
 #pragma unroll
@@ -218,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             maximum[m][r] = NEGATIVE_INFINITY, sum[m][r] = 0.0f;
         }
 #pragma unroll
-        for (int n = 0; n < VALUE_DIM / 8; n++) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0.0f;
+        for (int n = 0; n < PART_DIM / 8; n++) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0.0f;
     }
     int last_row = min(tile.first + ROWS, tile.n_rows) - 1;
     int low = positions[tile.token + tile.first / group], high = positions[tile.token + last_row / group];
@@ -232,19 +251,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         for (int k = 0; k < KEY_DIM / 16; k++) query_matrix(q_parts[k], q_tile, 0, k);
         __syncthreads();
     }
-    fetch<KEY_DIM, K_STRIDE>(shared, rows[0].keys);
-    fetch<VALUE_DIM, V_STRIDE>(shared + KEYS * K_STRIDE, rows[0].values);
-    commit_copies();
+    fetch(shared, rows[0]);
     int stage = 0;
     for (int key = begin; key < end; key += KEYS, stage ^= 1) {
         wait_copies<0>();
         __syncthreads();  // this stage has come, and the other is free
-        const element_t *k_tile = shared + stage * STAGE, *v_tile = k_tile + KEYS * K_STRIDE;
+        const element_t* k_tile = shared + stage * STAGE;
         if (key + KEYS < end) {
-            element_t* next = shared + (stage ^ 1) * STAGE;
-            fetch<KEY_DIM, K_STRIDE>(next, rows[stage ^ 1].keys);
-            fetch<VALUE_DIM, V_STRIDE>(next + KEYS * K_STRIDE, rows[stage ^ 1].values);
-            commit_copies();
+            fetch(shared + (stage ^ 1) * STAGE, rows[stage ^ 1]);
             find_rows(rows[stage], kv, tile.seq, kv_head, key + 2 * KEYS, first_visible, end);
         }
         float s[WARP_TILES][KEYS / 8][4];
@@ -255,12 +269,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             float shrink[2];
             softmax(s[m], position[m], key, window, mask, maximum[m], sum[m], shrink);
 #pragma unroll
-            for (int n = 0; n < VALUE_DIM / 8; n++) {
+            for (int n = 0; n < PART_DIM / 8; n++) {
                 o[m][n][0] *= shrink[0], o[m][n][1] *= shrink[0];
                 o[m][n][2] *= shrink[1], o[m][n][3] *= shrink[1];
             }
         }
-        gather(o, s, v_tile);
+        gather(o, s, k_tile + V_OFFSET + first_dim);
     }
 #pragma unroll
     for (int m = 0; m < WARP_TILES; m++)
@@ -281,8 +295,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const float* gate = q + (token * n_head + head) * q_stride + KEY_DIM;
             float* to = out + (token * n_head + head) * VALUE_DIM;
 #pragma unroll
-            for (int n = 0; n < VALUE_DIM / 8; n++) {
-                int column = n * 8 + (lane & 3) * 2;
+            for (int n = 0; n < PART_DIM / 8; n++) {
+                int column = first_dim + n * 8 + (lane & 3) * 2;
                 float2 v = make_float2(o[m][n][r * 2] * factor, o[m][n][r * 2 + 1] * factor);
                 if (gated) {
                     v.x *= sigmoid(gate[column]);

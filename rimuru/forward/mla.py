@@ -66,6 +66,7 @@ class LatentAttention:
         ws.need_act("heads", spec.nope_dim, spec.n_head)
         ws.need_act("heads", spec.kv_lora_rank, spec.n_head)
         ws.need_act("mixed", spec.n_head * spec.value_dim)
+        ws.fixed_bytes += self.ops.reserve_attention(spec.n_head, self.kv.group, spec.kv_lora_rank, ws.max_tokens)
         if spec.q_lora_rank is not None:
             ws.need_array("q_low", spec.q_lora_rank)
             ws.need_act("q_low", spec.q_lora_rank)

@@ -64,6 +64,8 @@ ATTENTION = [
         [1] * 8, [4096] * 8, 64, 8, 64, 64, 64, "f16", 128, True), "model"),
     _latent(1, 4096),
     _latent(8, 1024),
+    attention_case("latent prefill 2048 f16", AttentionShape(
+        [2048], [2048], 16, 1, 576, 0, 64, "f16", value_width=512), "model"),
     *[
         qkv_case(f"qwen3-30b {n} tokens", QkvShape(
             [n], [n], 32, 4, 128, 128, 72, "f16", "head", n_rot=128), "model")

@@ -37,7 +37,7 @@ DECODE = [
 PREFILL = [
     attention.prefill_kernel(*shape, attention.prefill_tile(*shape[:2]))
     for shape in ((128, 128, "f16"), (256, 256, "f16"), (64, 64, "bf16"), (192, 128, "f16"), (96, 80, "f16"))
-]
+] + [attention.prefill_kernel(576, 512, element, attention.LATENT_TILE, True) for element in ("f16", "bf16")]
 RECURRENT = [
     *recurrent.conv_kernels(4).values(), *recurrent.conv_kernels(3).values(),
     *recurrent.delta_net_kernels(128, "tiled"), *recurrent.delta_net_kernels(16, "grouped"),

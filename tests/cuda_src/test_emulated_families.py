@@ -175,6 +175,25 @@ def test_attention(case: Case, ops: EmulatedFamilies) -> None:
     compare(case.run(ops, inputs), case.expected(inputs), 8e-3)  # type: ignore[arg-type]
 
 
+LATENT_PROMPTS = [
+    attention_case(
+        "prompt, latent keys", AttentionShape([9, 5], [40, 5], 8, 1, 96, 0, 27, value_width=64, element="f16")
+    ),
+    attention_case(
+        "mixed, wide latent keys",
+        AttentionShape([1, 7], [30, 70], 16, 1, 160, 0, value_width=96, element="f16", window=40, sinks=True),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", LATENT_PROMPTS, ids=lambda case: case.name)
+def test_latent_prompts(case: Case, ops: EmulatedFamilies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that are values too, on a card whose blocks have enough shared memory for wide ones."""
+    monkeypatch.setattr(ops.attention, "shared_bytes", 227 * 1024)
+    inputs = case.inputs()
+    compare(case.run(ops, inputs), case.expected(inputs), 8e-3)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("case", attention_cases.QKV_CASES[:-1], ids=lambda case: case.name)
 def test_prepare_qkv(case: Case, ops: EmulatedFamilies) -> None:
     if "bf16" in case.name:

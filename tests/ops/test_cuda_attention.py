@@ -31,6 +31,12 @@ SHAPES = {
     "decode, groups of 32": AttentionShape([1, 1], [70, 71], 32, 1, element="f16"),
     "decode, window of f16": AttentionShape([1] * 4, [3, 64, 130, 700], element="f16", window=100),
     "latent keys of f16": AttentionShape([1, 9], [300, 60], 16, 1, 576, 0, element="f16", value_width=512),
+    "latent keys, prompts": AttentionShape([70, 33, 1], [70, 200, 90], 16, 1, 576, 0, 72, "f16", value_width=512),
+    "latent keys, 128 heads": AttentionShape([5, 9], [40, 100], 128, 1, 576, 0, element="f16", value_width=512),
+    "latent keys of bf16": AttentionShape([20], [66], 16, 1, 576, 0, element="bf16", value_width=512),
+    "latent keys, narrow, window": AttentionShape(
+        [40, 7], [90, 70], 6, 1, 96, 0, 27, "f16", value_width=64, window=33, sinks=True
+    ),
     "prompt of one tile": AttentionShape([8], [8], 16, 2, element="f16"),
     "prompt, 128 dims": AttentionShape([100], [100], 16, 2, 128, 128, 72, "f16"),
     "prompt, 192 and 128 dims": AttentionShape([70], [70], 8, 2, 192, 128, element="f16"),
@@ -111,10 +117,17 @@ def test_decode_does_not_depend_on_the_batch(exact_ops: Any) -> None:
         assert np.array_equal(alone[0], together[seq])
 
 
-@pytest.mark.parametrize("window", [None, 50])
-def test_prompt_does_not_depend_on_the_pieces(ops: Any, exact_ops: Any, window: int | None) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [
+        AttentionShape([130], [130], 8, 2, page_tokens=27, element="f16"),
+        AttentionShape([130], [130], 8, 2, page_tokens=27, element="f16", window=50),
+        AttentionShape([130], [130], 16, 1, 576, 0, page_tokens=27, element="f16", value_width=512),
+    ],
+    ids=["all keys", "window", "latent"],
+)
+def test_prompt_does_not_depend_on_the_pieces(ops: Any, exact_ops: Any, shape: AttentionShape) -> None:
     """The last 30 tokens of a prompt, alone or with the 100 before them: the same bits. Exact: even the last one."""
-    shape = AttentionShape([130], [130], 8, 2, page_tokens=27, element="f16", window=window)
     inputs = attention_inputs(shape, np.random.default_rng(2))
     for backend, first in ((ops, 100), (exact_ops, 100), (exact_ops, 129)):
         whole = run_attention(shape, backend, inputs)["out"]

@@ -28,6 +28,9 @@ MIDDLE_SHARED_BYTES = 160 * 1024
 TARGET_BLOCKS = 264
 """Blocks that a decode launch aims at: two on each multiprocessor of the largest cards."""
 
+_PREFILL_TABLE_BYTES = 2048
+"""Static shared memory of a prefill block: the addresses of two blocks of keys."""
+
 _DECODE_VECTOR_BYTES = 64 * 1024
 """Shared memory for the vectors of a decode block's warps, at most."""
 
@@ -124,15 +127,25 @@ def decode_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PrefillTile:
-    """How the prefill kernel cuts its work: keys of a block, 16-row tiles of a warp, blocks on a multiprocessor."""
+    """How the prefill kernel cuts its work: keys of a block, 16-row tiles of a warp, blocks on a multiprocessor, warps
+    that share the value dims of their rows."""
 
     n_keys: int
     warp_tiles: int
     min_blocks: int
+    value_parts: int = 1
 
     @property
     def n_rows(self) -> int:
         return 4 * 16 * self.warp_tiles
+
+    @property
+    def n_threads(self) -> int:
+        return 128 * self.value_parts
+
+
+LATENT_TILE = PrefillTile(32, 1, 1, 2)
+"""For latent keys, whose values are wide."""
 
 
 def prefill_tile(key_dim: int, value_dim: int, shared_bytes: int = 0, n_rows: int = 0) -> PrefillTile:
@@ -148,7 +161,9 @@ def prefill_tile(key_dim: int, value_dim: int, shared_bytes: int = 0, n_rows: in
 
 
 @cache
-def prefill_kernel(key_dim: int, value_dim: int, element: str, tile: PrefillTile) -> Kernel:
+def prefill_kernel(
+    key_dim: int, value_dim: int, element: str, tile: PrefillTile, values_are_keys: bool = False
+) -> Kernel:
     return Kernel(
         "attention/paged_prefill.cu",
         "paged_prefill",
@@ -162,14 +177,24 @@ def prefill_kernel(key_dim: int, value_dim: int, element: str, tile: PrefillTile
             "KEYS": tile.n_keys,
             "WARP_TILES": tile.warp_tiles,
             "MIN_BLOCKS": tile.min_blocks,
+            "VALUE_PARTS": tile.value_parts,
+            "VALUES_ARE_KEYS": int(values_are_keys),
         },
     )
 
 
-def has_prefill_kernel(key_dim: int, value_dim: int, element: str, values_are_keys: bool) -> bool:
-    """Tensor cores need 16-bit elements, heads in sixteens, and stored values; else every query is its own decode."""
-    fits = key_dim % 16 == 0 and value_dim % 16 == 0 and max(key_dim, value_dim) <= 256
-    return fits and element != "f32" and not values_are_keys
+def has_prefill_kernel(
+    key_dim: int, value_dim: int, element: str, values_are_keys: bool, shared_bytes: int = 0
+) -> bool:
+    """Tensor cores need 16-bit elements, and heads in sixteens (latent values: each part of them) for which a block has
+    registers and shared memory; else every query is its own decode."""
+    if element == "f32" or key_dim % 16:
+        return False
+    if not values_are_keys:
+        return value_dim % 16 == 0 and max(key_dim, value_dim) <= 256
+    parts = LATENT_TILE.value_parts
+    needed = _prefill_shared_bytes(key_dim, value_dim, LATENT_TILE, True) + _PREFILL_TABLE_BYTES
+    return value_dim % (16 * parts) == 0 and value_dim <= 256 * parts and needed <= shared_bytes
 
 
 def check_layout(group: KvGroupLayout, page_bytes: int, layer_offset_bytes: int) -> None:
@@ -275,20 +300,22 @@ class Attention:
         act = act_arguments(out) if wanted and value_dim % 32 == 0 else (None, None, None)
         where = (kv.pool_base + kv.layer_offset_bytes, page_table(step, kv), sinks)
         shape = (step.kv_pages.shape[2], group.page_tokens, n_head, group.n_head_kv, q_stride, window or 0, gated)
+        latent = group.value_dim == 0
         tiled = not self.deterministic and has_prefill_kernel(
-            group.key_dim, value_dim, group.element, group.value_dim == 0
+            group.key_dim, value_dim, group.element, latent, self.shared_bytes
         )
         if n_tokens == n_seqs or not tiled:
             self._decode(q, step, where, shape, group, value_dim, kv.page_bytes, n_tokens, False, scale, act, out)
         else:
             if bool((step.host.query_start[1:] - step.host.query_start[:-1] == 1).any()):
                 self._decode(q, step, where, shape, group, value_dim, kv.page_bytes, n_seqs, True, scale, act, out)
-            tile = self.tile or prefill_tile(group.key_dim, value_dim, self.shared_bytes, n_tokens * n_head)
+            tile = prefill_tile(group.key_dim, value_dim, self.shared_bytes, n_tokens * n_head)
+            tile = self.tile or (LATENT_TILE if latent else tile)
             n_tiles = n_tokens * (n_head // group.n_head_kv) // tile.n_rows + n_seqs
-            shared = _prefill_shared_bytes(group.key_dim, value_dim, tile)
-            prefill_kernel(group.key_dim, value_dim, group.element, tile)(
+            shared = _prefill_shared_bytes(group.key_dim, value_dim, tile, latent)
+            prefill_kernel(group.key_dim, value_dim, group.element, tile, latent)(
                 (n_tiles, group.n_head_kv),
-                (128,),
+                (tile.n_threads,),
                 (q, step.positions, step.query_start, *where, out.f32, *act, kv.page_bytes, n_seqs, *shape, 1, scale),
                 shared_bytes=shared,
             )
@@ -331,9 +358,9 @@ class Attention:
         )  # fmt: skip
 
 
-def _prefill_shared_bytes(key_dim: int, value_dim: int, tile: PrefillTile) -> int:
+def _prefill_shared_bytes(key_dim: int, value_dim: int, tile: PrefillTile, values_are_keys: bool) -> int:
     """Two stages of K and V, rows padded by 8 elements, and the queries where they do not fit in registers."""
-    stages = 2 * tile.n_keys * (key_dim + 8 + value_dim + 8) * 2
+    stages = 2 * tile.n_keys * (key_dim + 8 + (0 if values_are_keys else value_dim + 8)) * 2
     queries = tile.n_rows * (key_dim + 8) * 2
     in_registers = key_dim <= 128 and tile.warp_tiles == 1
     return max(stages, queries) if in_registers else stages + queries
