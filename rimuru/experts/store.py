@@ -212,7 +212,8 @@ class HostExpertStore(ResidentSet):
     def _blank(self, pages: np.ndarray) -> None:
         """Fill expert pages with zeros, which every format of weights reads as zeros."""
         for address in self.pool.addresses("expert", pages).tolist():
-            bytes_at(address, self.layout.page_bytes).fill(0)
+            self.copier.fill(address, self.layout.page_bytes, 0)
+        self.copier.wait()
 
     def take_unread(self) -> list[Unread]:
         """See ResidentSet.take_unread."""

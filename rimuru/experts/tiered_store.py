@@ -89,8 +89,6 @@ class TieredExpertStore(HostExpertStore):
         self._transfers: dict[Future[float], _Transfer] = {}
         self._copy_errors: dict[Future[float], Exception] = {}
         """Of reads that came to host memory but not to their pages."""
-        self._zeros = copier.alloc_host(layout.page_bytes)
-        self._zeros.fill(0)
         self._buffer_ids = {id(pages) for pages in self._buffers}
         self._mirrors = [ops.upload(view.layer(slot)) for slot in range(len(layout.layers))]
         self._tables = [
@@ -203,11 +201,6 @@ class TieredExpertStore(HostExpertStore):
         if future in self._transfers:
             self._deliver([future])
         return self._copy_errors.pop(future, None) or future.exception()
-
-    def _blank(self, pages: np.ndarray) -> None:
-        for address in self.pool.addresses("expert", pages).tolist():
-            self.copier.copy_in(int(address), self._zeros)
-        self.copier.wait()
 
     # ---- residents that leave
     def take_out(self, slot: int, expert: int) -> np.ndarray:

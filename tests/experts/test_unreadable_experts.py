@@ -3,6 +3,7 @@ reason; all others answer as if nothing had happened, in both stores that read w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from rimuru import LLM, SamplingParams
-from rimuru.base.errors import RimuruError, StoreReadError
+from rimuru.base.errors import NotEnoughMemoryError, RimuruError, StoreReadError
 from rimuru.commands.profile import RoutingRecorder
 from rimuru.engine import build, stores
 from rimuru.engine.room import ExpertRoom
@@ -26,6 +27,7 @@ PROMPTS = [[1 + i, 7, 30 + i, 99][: 1 + i % 4] for i in range(6)]
 ARCHITECTURES = ("qwen3moe", "qwen35moe", "granitehybrid")
 STORES = ("host", "tiered")
 Place = tuple[int, int]
+PERIODS = {"copy_within": 40, "resize": 3}
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -70,7 +72,13 @@ def open_model(
         monkeypatch.setattr("rimuru.experts.tiered_store.N_STAGING", 3)
 
     def open_it(**more: object) -> LLM:
-        llm = LLM(model, device="cpu", policy="fixed", resident_experts=6, max_sequences=len(PROMPTS), **more)  # type: ignore[arg-type]
+        options = {
+            "policy": "fixed",
+            "resident_experts": 6,
+            "max_sequences": len(PROMPTS),
+            "prefix_cache": False,
+        } | more
+        llm = LLM(model, device="cpu", **options)  # type: ignore[arg-type]
         assert type(llm.loaded.store) is (TieredExpertStore if request.param == "tiered" else HostExpertStore)
         return llm
 
@@ -108,7 +116,7 @@ def test_an_expert_that_stays_unreadable_ends_exactly_those_who_choose_it(
     some = [place for place in places if 0 < sum(place in u for u in used) < len(used)]
     assert len(some) > 5
     n_ended = 0
-    with open_model(prefix_cache=False) as llm:
+    with open_model() as llm:
         store = llm.loaded.store
         assert isinstance(store, HostExpertStore)
         broken: set[Place] = set()
@@ -137,7 +145,7 @@ def test_a_read_that_fails_once_ends_exactly_the_rows_that_wanted_it(
 ) -> None:
     """The n-th read fails, for numbers n from the whole run; what the step's router chose says whom it concerns."""
     answers, rng = known[0], np.random.default_rng(seed)
-    with open_model(prefix_cache=False) as llm:
+    with open_model() as llm:
         engine, n_reads, fail_at, failed = llm.loaded.engine, 0, -1, list[Place]()
         chosen: dict[int, np.ndarray] = {}
         concerned: set[int] = set()
@@ -198,3 +206,68 @@ def test_scores_of_a_text_that_needs_an_unreadable_expert_are_refused(open_model
         is_broken = False
         got = [rows for piece in engine.score(list(range(20)), 10) for rows in piece]
         assert np.array_equal(np.concatenate(got), np.concatenate(want))
+
+
+# ---- experts that move beside the steps
+def test_faults_anywhere_in_resizes_expansions_and_reads(
+    known: tuple[list[list[int]], list[set[Place]]], open_model: Callable[..., LLM], model: Path
+) -> None:
+    """The pool shrinks and grows between steps while every seventh call that reads or copies fails, every 40th
+    copy within the pool, every third mapping of memory."""
+    answers = known[0]
+    small = {"context": 64, "max_step_tokens": 16}
+    with open_model(policy="static", resident_experts=None, **small) as llm:
+        report = llm.memory()
+        whole = report["total_bytes"] + 4 * llm.loaded.pool.layout.huge_bytes
+        part = whole - report["views"]["expert"]["bytes"] * 3 // 4
+    with open_model(policy="paper", resident_experts=None, memory=whole, **small) as llm:
+        engine, store, pool = llm.loaded.engine, llm.loaded.store, llm.loaded.pool
+        room = llm.loaded.room
+        assert isinstance(store, HostExpertStore) and isinstance(room, ExpertRoom) and pool.copier is not None
+        is_on = False
+        calls: Counter[str] = Counter()
+        faults: Counter[str] = Counter()
+
+        def may_fail(owner: object, name: str) -> None:
+            call = getattr(owner, name)
+
+            def called(*args: object) -> object:
+                calls[name] += is_on
+                if is_on and calls[name] % PERIODS.get(name, 7) == 0:
+                    faults[name] += 1
+                    raise OSError(f"{name} fails now")
+                return call(*args)
+
+            setattr(owner, name, called)
+
+        for name in ("copy_in", "copy_out", "copy_within"):
+            may_fail(pool.copier, name)
+        if store.copier is not pool.copier:
+            may_fail(store.copier, "copy_in")
+            may_fail(store.copier, "copy_out")
+        may_fail(store.source, "read_expert")
+        may_fail(pool.memory, "resize")
+        n_refused = n_ended = 0
+        for turn in range(6):
+            is_on = True
+            sequences = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
+            while not all(sequence.is_finished for sequence in sequences):
+                engine.step()
+                room.shrink(8)
+                try:
+                    llm.loaded.resize(part if engine.n_steps % 4 else whole)
+                except (OSError, NotEnoughMemoryError):
+                    n_refused += 1
+                engine.audit()
+            for sequence, answer in zip(sequences, answers, strict=True):
+                if sequence.error is None:
+                    assert sequence.output_ids == answer, turn
+                else:
+                    n_ended += 1
+                    assert isinstance(sequence.error, RimuruError) and "fails now" in str(sequence.error)
+            is_on = False
+            assert [s.output_ids for s in run(llm)] == answers
+        assert n_refused > 0 and n_ended > 2, (n_refused, n_ended)
+        assert faults["read_expert"] > 5 and faults["resize"] > 0, faults
+        if isinstance(store, TieredExpertStore):
+            assert faults["copy_in"] > 1
