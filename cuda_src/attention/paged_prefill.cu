@@ -206,11 +206,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     paged_prefill(const float* q,          // [T, n_head * q_stride]
                   const int* positions,    // [T]
                   const int* query_start,  // [S + 1]
-                  const char* kv_base,                  // pool base + layer offset
+                  const char* kv_base,     // pool base + layer offset
                   const int* pages,        // [S, n_blocks]
                   const float* sinks,      // [n_head] or null
-                  float* out,                           // [T, n_head * VALUE_DIM]
-                  ACT_PARAMETERS,                       // quantised copy, where VALUE_DIM is a multiple of 32
+                  float* out,              // [T, n_head * VALUE_DIM]
+                  ACT_PARAMETERS,          // quantised copy, where VALUE_DIM is a multiple of 32
                   long long page_bytes, int n_seqs, int n_blocks, int page_tokens, int n_head, int n_head_kv, int q_stride,
                   int window, int gated, int skip_tokens, float scale) {
     follow_predecessor();
