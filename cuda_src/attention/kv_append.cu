@@ -59,16 +59,16 @@ __device__ __forceinline__ void treat_head(float* x, float* head, int dim, const
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-    prepare_qkv(float* __restrict__ q,                 // [T, n_head * q_stride]
-                float* __restrict__ k,                 // [T, n_head_kv * key_dim]
-                float* __restrict__ v,                 // [T, n_head_kv * value_dim]
-                const float* __restrict__ q_norm,      // [q_norm_dim], or [n_head * key_dim], or null
-                const float* __restrict__ k_norm,      // [k_norm_dim], or [n_head_kv * key_dim], or null
-                const float* __restrict__ rope,        // [n_positions, n_rot] or null
-                const int* __restrict__ positions,     // [T]
-                const int* __restrict__ seq_of_token,  // [T]
+    prepare_qkv(float* q,                 // [T, n_head * q_stride]
+                float* k,                 // [T, n_head_kv * key_dim]
+                float* v,                 // [T, n_head_kv * value_dim]
+                const float* q_norm,      // [q_norm_dim], or [n_head * key_dim], or null
+                const float* k_norm,      // [k_norm_dim], or [n_head_kv * key_dim], or null
+                const float* rope,        // [n_positions, n_rot] or null
+                const int* positions,     // [T]
+                const int* seq_of_token,  // [T]
                 char* kv_base,                         // pool base + layer offset
-                const int* __restrict__ pages,         // [S, n_blocks]
+                const int* pages,         // [S, n_blocks]
                 long long page_bytes, int n_blocks, int page_tokens, int n_head, int n_head_kv, int q_stride,
                 int key_dim, int value_dim, int q_norm_dim, int k_norm_dim, int n_rot, int rope_first, float eps) {
     if (NORM_KIND && blockIdx.x == 0 && blockIdx.y == 0) {

@@ -47,7 +47,7 @@ struct Shared {
 };
 
 __device__ __forceinline__ uint4 load16(const char* row, int byte, bool inside) {
-    return row && inside ? __ldg((const uint4*)(row + byte)) : make_uint4(0, 0, 0, 0);
+    return row && inside ? load_settled((const uint4*)(row + byte)) : make_uint4(0, 0, 0, 0);
 }
 
 __device__ __forceinline__ const char* lane_pointer(const char* p, int lane) {
@@ -64,8 +64,8 @@ __device__ __forceinline__ void load_queries(u32 (&q)[HEAD_TILES][K_BLOCKS][4], 
             int head = t * 8 + lane / 4, dim = b * 32 + lane % 4 * 8;
             bool inside = head < GROUP && dim < KEY_DIM;
             const float4* from = (const float4*)(queries + head * stride + dim);
-            float4 x = inside ? __ldg(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            float4 y = inside ? __ldg(from + 1) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            float4 x = inside ? from[0] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            float4 y = inside ? from[1] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             q[t][b][0] = pack_pair(x.x * scale, x.y * scale), q[t][b][1] = pack_pair(x.z * scale, x.w * scale);
             q[t][b][2] = pack_pair(y.x * scale, y.y * scale), q[t][b][3] = pack_pair(y.z * scale, y.w * scale);
         }
@@ -208,15 +208,15 @@ __device__ __forceinline__ float2 finish_pair(const Folded& f, const float* sink
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    paged_decode(const float* __restrict__ q,           // [T, n_head * q_stride]
-                 const int* __restrict__ positions,     // [T]
-                 const int* __restrict__ seq_of_token,  // [T]
-                 const int* __restrict__ query_start,   // [S + 1]; used where by_sequence
+    paged_decode(const float* q,           // [T, n_head * q_stride]
+                 const int* positions,     // [T]
+                 const int* seq_of_token,  // [T]
+                 const int* query_start,   // [S + 1]; used where by_sequence
                  const char* kv_base,                   // pool base + layer offset
-                 const int* __restrict__ pages,         // [S, n_blocks]
-                 const float* __restrict__ sinks,       // [n_head] or null
-                 float* __restrict__ partials,          // [tokens, n_head, MAX_SPLITS, VALUE_DIM + 2]; null where Z = 1
-                 unsigned* __restrict__ arrivals,       // [tokens, gridDim.x], zero before and after
+                 const int* pages,         // [S, n_blocks]
+                 const float* sinks,       // [n_head] or null
+                 float* partials,          // [tokens, n_head, MAX_SPLITS, VALUE_DIM + 2]; null where Z = 1
+                 unsigned* arrivals,       // [tokens, gridDim.x], zero before and after
                  float* out,                            // [T, n_head * VALUE_DIM]
                  ACT_PARAMETERS,                        // quantised copy, where VALUE_DIM is a multiple of 32
                  long long page_bytes, int n_blocks, int page_tokens, int n_head, int n_head_kv, int q_stride, int window,

@@ -10,7 +10,7 @@ struct ActOut {
     int* sums;      // [T, W / 32]
 };
 
-#define ACT_PARAMETERS i8 *__restrict__ act_values, float *__restrict__ act_scales, int *__restrict__ act_sums
+#define ACT_PARAMETERS i8 *act_values, float *act_scales, int *act_sums
 #define ACT_ARGUMENTS (ActOut{act_values, act_scales, act_sums})
 
 // The 32 values of a warp's lanes become block `block` of row `row`. All lanes take part.

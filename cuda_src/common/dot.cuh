@@ -37,15 +37,15 @@ __device__ __forceinline__ void load_act(const i8* values, const float* scales, 
 #pragma unroll
     for (int g = 0; g < 2; g++) {
         int first = F::group(piece, g);
-        uint4 v = __ldg((const uint4*)(values + first));
+        uint4 v = *(const uint4*)(values + first);
         x.q[4 * g] = v.x, x.q[4 * g + 1] = v.y, x.q[4 * g + 2] = v.z, x.q[4 * g + 3] = v.w;
         if (F::ONE_BLOCK && g == 1) {
             x.scale[1] = x.scale[0];
         } else {
-            x.scale[g] = __ldg(scales + first / ACT_BLOCK);
+            x.scale[g] = scales[first / ACT_BLOCK];
         }
         if (F::OFFSET) {
-            int both = __ldg(sums + first / ACT_BLOCK);
+            int both = sums[first / ACT_BLOCK];
             x.sum[g] = (float)((first & 16) ? both >> 16 : (int)(short)both);
         }
     }

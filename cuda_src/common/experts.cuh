@@ -12,6 +12,10 @@
 // row n of an expert at (first_page + expert * rows_per_page + n) * row_bytes behind `addresses` itself.
 #pragma once
 
+#ifndef SETTLED_WEIGHTS
+#error "expert kernels define SETTLED_WEIGHTS before they include anything: moe_fetch writes what they read"
+#endif
+
 #include "common/follow.cuh"
 #include "common/types.cuh"
 
@@ -37,7 +41,7 @@ __device__ __forceinline__ const u8* expert_row(const Projection& p, int expert,
     return final_address((u64)p.addresses + (u64)(p.first_page + expert * p.rows_per_page + n) * (u32)p.row_bytes);
 #else
     u32 page = __umulhi(4u * (u32)n, (u32)p.page_factor);
-    u64 base = (u64)__ldg(p.addresses + (expert * p.n_pages + p.first_page) + page);
+    u64 base = (u64)(p.addresses + (expert * p.n_pages + p.first_page))[page];
     return final_address(base + (u64)((u32)n - page * (u32)p.rows_per_page) * (u32)p.row_bytes);
 #endif
 }
@@ -53,9 +57,9 @@ __device__ __forceinline__ void fetch_table_ahead(const i64* addresses, int n_ex
 // -DEXPERT_FACTORS=1 factors [n_experts] to multiply.
 __device__ __forceinline__ float finish_product(float v, const float* vector, int expert, int n_rows, int n) {
 #if EXPERT_FACTORS
-    return vector ? v * vector[expert] : v;
+    return vector ? v * load_constant(vector + expert) : v;
 #else
-    return v + (vector ? vector[(i64)expert * n_rows + n] : 0.0f);
+    return v + (vector ? load_constant(vector + (i64)expert * n_rows + n) : 0.0f);
 #endif
 }
 
@@ -67,12 +71,12 @@ struct Item {
 };
 
 // Where items come from: token_sort.cu's tables, or, where items is null, every assignment by itself.
-#define ITEM_PARAMETERS                                                  \
-    const int4 *__restrict__ items,  /* [max items], or null */          \
-        const int *__restrict__ n_items, /* [1] */                       \
-        const int *__restrict__ order,   /* [T * top_k], assignments */  \
-        const int *__restrict__ ids,     /* [T * top_k], experts */      \
-        const bool *__restrict__ active, /* [n_experts], or null = all */ \
+#define ITEM_PARAMETERS                                      \
+    const int4 *items,      /* [max items], or null */       \
+        const int *n_items, /* [1] */                        \
+        const int *order,   /* [T * top_k], assignments */   \
+        const int *ids,     /* [T * top_k], experts */       \
+        const bool *active, /* [n_experts], or null = all */ \
         int n_experts, int top_k
 
 // Item g into `item`; false where there is none or its expert cannot be read now.
@@ -82,15 +86,15 @@ struct Item {
 
 __device__ __forceinline__ bool pick_item(const int4* items, const int* n_items, const int* ids, int g, Item& item) {
     if (items == nullptr) {
-        item = {__ldg(ids + g), g, 1};
+        item = {ids[g], g, 1};
         return true;
     }
-    int n = __ldg(n_items);
-    int4 v = __ldg(items + g);  // under way at the same time: the table has a place for every block of the grid
+    int n = *n_items;
+    int4 v = items[g];  // under way at the same time: the table has a place for every block of the grid
     item = {v.x, v.y, v.z};
     return g < n;
 }
 
 __device__ __forceinline__ int item_assignment(const int4* items, const int* order, const Item& item, int i) {
-    return items == nullptr ? item.first + i : __ldg(order + item.first + i);
+    return items == nullptr ? item.first + i : order[item.first + i];
 }

@@ -40,16 +40,69 @@ struct ActView {
     int width;
 };
 
-// Read-only loads of packed weights. `address` has the alignment of the loaded type.
-__device__ __forceinline__ u32 load_u8(const u8* p) { return __ldg(p); }
-__device__ __forceinline__ u32 load_u16(const u8* p) { return __ldg((const u16*)p); }
-__device__ __forceinline__ u32 load_u32(const u8* p) { return __ldg((const u32*)p); }
+// What no kernel writes, through the path that nobody keeps coherent. A kernel that starts while its predecessor ends
+// (common/follow.cuh) may find there what an address held before that one wrote to it: so no parameter is __restrict__, by
+// which the compiler would choose that path for itself, and all that kernels write is read as usual or by load_settled().
+template <class T>
+__device__ __forceinline__ T load_constant(const T* p) {
+    return __ldg(p);
+}
+
+// What an earlier kernel wrote and no thread of this one writes, where the compiler cannot see that the address is of global
+// memory, since it comes out of a table. The table is read after follow_predecessor(), and so is what it names.
+#ifdef __CUDA_ARCH__
+__device__ __forceinline__ u32 load_settled(const u8* p) {
+    u32 v;
+    asm("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ u32 load_settled(const u16* p) {
+    u32 v;
+    asm("ld.global.u16 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ u32 load_settled(const u32* p) {
+    u32 v;
+    asm("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint2 load_settled(const uint2* p) {
+    uint2 v;
+    asm("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint4 load_settled(const uint4* p) {
+    uint4 v;
+    asm("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+#else
+template <class T>
+__device__ __forceinline__ T load_settled(const T* p) {
+    return __ldg(p);
+}
+#endif
+
+// Packed weights: constant, but for those of experts, which kernels bring (-DSETTLED_WEIGHTS, common/experts.cuh).
+template <class T>
+__device__ __forceinline__ auto load_packed(const T* p) {
+#ifdef SETTLED_WEIGHTS
+    return load_settled(p);
+#else
+    return load_constant(p);
+#endif
+}
+
+// Loads of packed weights. `address` has the alignment of the loaded type.
+__device__ __forceinline__ u32 load_u8(const u8* p) { return load_packed(p); }
+__device__ __forceinline__ u32 load_u16(const u8* p) { return load_packed((const u16*)p); }
+__device__ __forceinline__ u32 load_u32(const u8* p) { return load_packed((const u32*)p); }
 
 // N words from an address of alignment 4.
 template <int N>
 __device__ __forceinline__ void load_words4(const u8* p, u32 (&w)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; i++) w[i] = __ldg((const u32*)p + i);
+    for (int i = 0; i < N; i++) w[i] = load_packed((const u32*)p + i);
 }
 
 // N words (an even number) from an address of alignment 8.
@@ -57,7 +110,7 @@ template <int N>
 __device__ __forceinline__ void load_words8(const u8* p, u32 (&w)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i += 2) {
-        uint2 v = __ldg((const uint2*)p + i / 2);
+        uint2 v = load_packed((const uint2*)p + i / 2);
         w[i] = v.x, w[i + 1] = v.y;
     }
 }
@@ -67,7 +120,7 @@ template <int N>
 __device__ __forceinline__ void load_words16(const u8* p, u32 (&w)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
-        uint4 v = __ldg((const uint4*)p + i / 4);
+        uint4 v = load_packed((const uint4*)p + i / 4);
         w[i] = v.x, w[i + 1] = v.y, w[i + 2] = v.z, w[i + 3] = v.w;
     }
 }
@@ -80,8 +133,8 @@ __device__ __forceinline__ void load_words(const u8* p, u32 (&w)[N]) {
     u32 shift = ((u32)(u64)p & 3u) * 8u;
     u32 a[N + 1];
 #pragma unroll
-    for (int i = 0; i < N; i++) a[i] = __ldg(base + i);
-    a[N] = shift ? __ldg(base + N) : 0u;
+    for (int i = 0; i < N; i++) a[i] = load_packed(base + i);
+    a[N] = shift ? load_packed(base + N) : 0u;
 #pragma unroll
     for (int i = 0; i < N; i++) w[i] = __funnelshift_r(a[i], a[i + 1], shift);
 }
@@ -95,7 +148,7 @@ __device__ __forceinline__ void load_vectors(const u8* p, u32 (&w)[N]) {
     u32 offset = (u32)(u64)p & 15u, a[N + 4];
 #pragma unroll
     for (int i = 0; i < N / 4 + 1; i++) {
-        uint4 v = i < N / 4 || offset ? __ldg(base + i) : make_uint4(0u, 0u, 0u, 0u);
+        uint4 v = i < N / 4 || offset ? load_packed(base + i) : make_uint4(0u, 0u, 0u, 0u);
         a[4 * i] = v.x, a[4 * i + 1] = v.y, a[4 * i + 2] = v.z, a[4 * i + 3] = v.w;
     }
 #pragma unroll

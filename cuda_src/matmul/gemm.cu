@@ -23,27 +23,32 @@ __device__ __forceinline__ void product(const Matrix& m, const Finish& finish, T
     }
     TileSums sums;
     if (!tile_product<F, F>(in, shared, sums)) return;
+    float scales[FRAGMENTS_M][2];  // all asked for before the first store, after which the compiler may not move them
+#pragma unroll
+    for (int j = 0; j < FRAGMENTS_M; j++) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) scales[j][c] = x_scales[min(first_token + sum_token(j, c), n_tokens - 1)];
+    }
 #pragma unroll
     for (int j = 0; j < FRAGMENTS_M; j++) {
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             int token = first_token + sum_token(j, c);
             if (token >= n_tokens) continue;
-            float x_scale = x_scales[token];
 #pragma unroll
             for (int i = 0; i < FRAGMENTS_N; i++) {
                 int n = first_row + sum_row(i, c);
-                if (n < m.n_out) finish_product(m, finish, token, n, sums[i][j][c] * x_scale);
+                if (n < m.n_out) finish_product(m, finish, token, n, sums[i][j][c] * scales[j][c & 1]);
             }
         }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
-    gemm(const __half* __restrict__ x,         // [T, width]
-         const float* __restrict__ x_scales,   // [T]
+    gemm(const __half* x,         // [T, width]
+         const float* x_scales,   // [T]
          MATRICES,
-         const float* __restrict__ row_scale,  // [T], or null
+         const float* row_scale,  // [T], or null
          float scale, int add, int width, int n_tokens) {
     follow_predecessor();
     extern __shared__ __align__(16) __half shared[];

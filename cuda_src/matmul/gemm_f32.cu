@@ -13,11 +13,11 @@
 #define STEP 16
 
 extern "C" __global__ void __launch_bounds__(256)
-    gemm_f32(const float* __restrict__ x,          // [T, width], width a multiple of 16
-             const float* __restrict__ weight,     // [n_out, width]
-             float* __restrict__ out,              // [T, n_out]
-             const float* __restrict__ bias,       // [n_out], or null
-             const float* __restrict__ row_scale,  // [T], or null
+    gemm_f32(const float* x,          // [T, width], width a multiple of 16
+             const float* weight,     // [n_out, width]
+             float* out,              // [T, n_out]
+             const float* bias,       // [n_out], or null
+             const float* row_scale,  // [T], or null
              float scale, int add, int width, int n_tokens, int n_out) {
     follow_predecessor();
     // K is the slow axis, so that a thread's 4 rows and 2 tokens are neighbours.
@@ -30,8 +30,8 @@ extern "C" __global__ void __launch_bounds__(256)
     const float* w_from = weight + (i64)(first_row + load_row) * width + load_k;
     const float* x_from = x + (i64)(first_token + load_row) * width + load_k;
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float4 w_next = has_row ? __ldg((const float4*)w_from) : zero;
-    float4 x_next = has_token ? __ldg((const float4*)x_from) : zero;
+    float4 w_next = has_row ? load_constant((const float4*)w_from) : zero;
+    float4 x_next = has_token ? *(const float4*)x_from : zero;
     int row = threadIdx.x % 16 * 4, token = threadIdx.x / 16 * 2;
     float sums[2][4] = {};
     for (int k = 0; k < width; k += STEP) {
@@ -44,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(256)
         }
         __syncthreads();
         if (k + STEP < width) {
-            if (has_row) w_next = __ldg((const float4*)(w_from + k + STEP));
-            if (has_token) x_next = __ldg((const float4*)(x_from + k + STEP));
+            if (has_row) w_next = load_constant((const float4*)(w_from + k + STEP));
+            if (has_token) x_next = *(const float4*)(x_from + k + STEP);
         }
 #pragma unroll
         for (int i = 0; i < STEP; i++) {

@@ -19,21 +19,27 @@ __device__ __forceinline__ void product(const Matrix& m, const Finish& finish, c
     auto x_row = [&](int i) { return first_token + i; };
     int count = min(STRIP_TOKENS, n_tokens - first_token);
     if (!strip_product<F, F>(lower, upper, x, width, x_row, count, shared, sums)) return;
+    float scales[TOKEN_TILES][2];  // all asked for before the first store
+#pragma unroll
+    for (int j = 0; j < TOKEN_TILES; j++) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) scales[j][c] = x_scales[min(first_token + strip_token(j, c), n_tokens - 1)];
+    }
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) {
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             int token = first_token + strip_token(j, c), n = row + (c & 2) * 4;
-            if (token < n_tokens && n < m.n_out) finish_product(m, finish, token, n, sums[j][c] * x_scales[token]);
+            if (token < n_tokens && n < m.n_out) finish_product(m, finish, token, n, sums[j][c] * scales[j][c & 1]);
         }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
-    gemm_strip(const __half* __restrict__ x,         // [T, width]
-               const float* __restrict__ x_scales,   // [T]
+    gemm_strip(const __half* x,         // [T, width]
+               const float* x_scales,   // [T]
                MATRICES,
-               const float* __restrict__ row_scale,  // [T], or null
+               const float* row_scale,  // [T], or null
                float scale, int add, int width, int n_tokens) {
     extern __shared__ __align__(16) __half shared[];
     PICK_MATRIX(m, (int)blockIdx.x);

@@ -36,12 +36,12 @@ __device__ __forceinline__ void product(const Matrix& m, const Finish& finish, c
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS / (BLOCK_WARPS * 32))
-    gemv(const float* __restrict__ x_f32,    // [T, width]
-         const i8* __restrict__ x_values,    // [T, width]
-         const float* __restrict__ x_scales, // [T, width / 32]
-         const int* __restrict__ x_sums,     // [T, width / 32]
+    gemv(const float* x_f32,    // [T, width]
+         const i8* x_values,    // [T, width]
+         const float* x_scales, // [T, width / 32]
+         const int* x_sums,     // [T, width / 32]
          MATRICES,
-         const float* __restrict__ row_scale,  // [T], or null
+         const float* row_scale,  // [T], or null
          float scale, int add, int width, int n_tokens) {
     PICK_MATRIX(m, (int)blockIdx.x);
     fetch_rows_ahead(m, BLOCK_WARPS * (32 / ROW_LANES) * LANE_ROWS, width);

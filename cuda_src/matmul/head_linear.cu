@@ -51,9 +51,9 @@ __device__ __forceinline__ void dot_row(float (&sums)[TOKENS], const u8* row, in
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    head_linear(const float* __restrict__ x,     // [T, n_head * (n_in + rest)]
-                const u8* __restrict__ weights,  // [n_head * n_out, row_bytes]
-                float* __restrict__ out,         // [T, n_head * (n_out + rest)]
+    head_linear(const float* x,     // [T, n_head * (n_in + rest)]
+                const u8* weights,  // [n_head * n_out, row_bytes]
+                float* out,         // [T, n_head * (n_out + rest)]
                 int n_tokens, int n_head, int n_in, int n_out, int rest, i64 row_bytes, float factor) {
     follow_predecessor();
     extern __shared__ __align__(16) float inputs[];  // [TOKENS, n_in]

@@ -7,10 +7,10 @@
 
 #include "common/types.cuh"
 
-#define ONE_MATRIX(i)                                   \
-    const u8 *__restrict__ weight##i,  /* packed rows */ \
-        float *__restrict__ out##i,    /* [T, n_out] */  \
-        const float *__restrict__ bias##i, /* [n_out], or null */ \
+#define ONE_MATRIX(i)                                \
+    const u8 *weight##i,      /* packed rows */      \
+        float *out##i,        /* [T, n_out] */       \
+        const float *bias##i, /* [n_out], or null */ \
         int n_out##i, int first##i, int kind##i
 #define MATRICES ONE_MATRIX(0), ONE_MATRIX(1), ONE_MATRIX(2), ONE_MATRIX(3)
 
@@ -37,7 +37,7 @@ struct Finish {
 };
 
 __device__ __forceinline__ void finish_product(const Matrix& m, const Finish& f, int token, int n, float product) {
-    float v = f.scale * (m.bias ? product + m.bias[n] : product);
+    float v = f.scale * (m.bias ? product + load_constant(m.bias + n) : product);
     if (f.row_scale) v *= f.row_scale[token];
     float* at = m.out + (i64)token * m.n_out + n;
     *at = f.add ? *at + v : v;

@@ -8,10 +8,10 @@
 #include "common/follow.cuh"
 #include "common/half_store.cuh"
 
-extern "C" __global__ void quantize_act(const float* __restrict__ x,  // [n_blocks * 32]
-                                        i8* __restrict__ values,      // [n_blocks * 32]
-                                        float* __restrict__ scales,   // [n_blocks]
-                                        int* __restrict__ sums,       // [n_blocks]
+extern "C" __global__ void quantize_act(const float* x,  // [n_blocks * 32]
+                                        i8* values,      // [n_blocks * 32]
+                                        float* scales,   // [n_blocks]
+                                        int* sums,       // [n_blocks]
                                         i64 n_blocks) {
     follow_predecessor();
     i64 block = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
@@ -19,9 +19,9 @@ extern "C" __global__ void quantize_act(const float* __restrict__ x,  // [n_bloc
         store_act_block(ActOut{values, scales, sums}, block, ACT_BLOCK, 0, x[block * ACT_BLOCK + (threadIdx.x & 31)]);
 }
 
-extern "C" __global__ void scale_halves(const float* __restrict__ x,  // [T, width], width a multiple of 4
-                                        __half* __restrict__ halves,  // [T, width]
-                                        float* __restrict__ scales,   // [T]
+extern "C" __global__ void scale_halves(const float* x,  // [T, width], width a multiple of 4
+                                        __half* halves,  // [T, width]
+                                        float* scales,   // [T]
                                         int width) {
     follow_predecessor();
     __shared__ float partial[32];

@@ -90,7 +90,7 @@ __device__ __forceinline__ void float_dots(const u8* const (&rows)[R], const Act
         for (int t = 0; t < T; t++) {
             if (T == 1 || t < n_tokens) {
                 const float4* at = (const float4*)(x.f32 + (i64)tokens[t] * x.width) + 2 * c;
-                float4 a = __ldg(at), b = __ldg(at + 1);
+                float4 a = at[0], b = at[1];
                 float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
                 for (int r = 0; r < R; r++) {

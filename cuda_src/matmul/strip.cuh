@@ -141,7 +141,7 @@ __device__ __forceinline__ void strip_pass(const u8* lower_row, const u8* upper_
         auto x_at = [&](int j, int i, int h) {
             int at = Span<F>::first(span, i);
             if (F::BLOCK != 256 && at >= width) return make_uint4(0u, 0u, 0u, 0u);
-            return __ldg((const uint4*)(x_rows[j] + at + 8 * h));
+            return *(const uint4*)(x_rows[j] + at + 8 * h);
         };
         if (!STRIP_AHEAD) load_step(step);
         auto next = [&] {

@@ -7,9 +7,9 @@
 #include "common/follow.cuh"
 #include "common/types.cuh"
 
-extern "C" __global__ void moe_combine(const float* __restrict__ y,        // [T * top_k, width], width a multiple of 4
-                                       const float* __restrict__ weights,  // [T, top_k]
-                                       float* __restrict__ out,            // [T, width]
+extern "C" __global__ void moe_combine(const float* y,        // [T * top_k, width], width a multiple of 4
+                                       const float* weights,  // [T, top_k]
+                                       float* out,            // [T, width]
                                        int n_tokens, int top_k, int width, int add, float scale) {
     follow_predecessor();
     int c = blockIdx.x * blockDim.x + threadIdx.x;
@@ -19,8 +19,8 @@ extern "C" __global__ void moe_combine(const float* __restrict__ y,        // [T
 #pragma unroll 4
         for (int s = 0; s < top_k; s++) {
             i64 a = (i64)token * top_k + s;
-            float w = __ldg(weights + a);
-            float4 v = __ldg((const float4*)(y + a * width) + c);
+            float w = weights[a];
+            float4 v = ((const float4*)(y + a * width))[c];
             sum.x = fmaf(w, v.x, sum.x), sum.y = fmaf(w, v.y, sum.y);
             sum.z = fmaf(w, v.z, sum.z), sum.w = fmaf(w, v.w, sum.w);
         }

@@ -12,6 +12,7 @@
 // -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 1 (no biases); -DTOKEN_TILE 1 2 4 8;
 // -DROW_LANES 8 16 32; -DLANE_ROWS 1 2 4; -DBLOCK_WARPS. Moves the rows of the experts in use, once per tile of tokens.
 
+#define SETTLED_WEIGHTS
 #include "common/act_store.cuh"
 #include "common/experts.cuh"
 #include "common/follow.cuh"
@@ -38,17 +39,17 @@ __device__ __forceinline__ void keep_sums(HiddenSums& sums, int matrix, int loca
 }
 
 extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_THREADS)
-    moe_gate_up(const float* __restrict__ x_f32,        // [T, width]
-                const i8* __restrict__ x_values,        // [T, width]
-                const float* __restrict__ x_scales,     // [T, width / 32]
-                const int* __restrict__ x_sums,         // [T, width / 32]
+    moe_gate_up(const float* x_f32,        // [T, width]
+                const i8* x_values,        // [T, width]
+                const float* x_scales,     // [T, width / 32]
+                const int* x_sums,         // [T, width / 32]
                 int width, ITEM_PARAMETERS,
-                const i64* __restrict__ addresses,      // [n_experts, n_pages]
+                const i64* addresses,      // [n_experts, n_pages]
                 int n_pages, int gate_first_page, int gate_rows_per_page, int gate_page_factor, int gate_row_bytes,
                 int up_first_page, int up_rows_per_page, int up_page_factor, int up_row_bytes,
-                const float* __restrict__ gate_bias,    // [n_experts, n_hidden], or null
-                const float* __restrict__ up_bias,      // [n_experts, n_hidden], or null
-                float* __restrict__ hidden,             // [T * top_k, n_hidden]
+                const float* gate_bias,    // [n_experts, n_hidden], or null
+                const float* up_bias,      // [n_experts, n_hidden], or null
+                float* hidden,             // [T * top_k, n_hidden]
                 ACT_PARAMETERS,                         // its 8-bit form
                 int n_hidden, int activation) {
     fetch_table_ahead(addresses, n_experts, n_pages);
@@ -111,15 +112,15 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
 #else
 
 extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS / (BLOCK_WARPS * 32))
-    moe_down(const float* __restrict__ h_f32,      // [T * top_k, n_hidden]
-             const i8* __restrict__ h_values,      // [T * top_k, n_hidden]
-             const float* __restrict__ h_scales,   // [T * top_k, n_hidden / 32]
-             const int* __restrict__ h_sums,       // [T * top_k, n_hidden / 32]
+    moe_down(const float* h_f32,      // [T * top_k, n_hidden]
+             const i8* h_values,      // [T * top_k, n_hidden]
+             const float* h_scales,   // [T * top_k, n_hidden / 32]
+             const int* h_sums,       // [T * top_k, n_hidden / 32]
              int n_hidden, ITEM_PARAMETERS,
-             const i64* __restrict__ addresses,    // [n_experts, n_pages]
+             const i64* addresses,    // [n_experts, n_pages]
              int n_pages, int first_page, int rows_per_page, int page_factor, int row_bytes,
-             const float* __restrict__ bias,       // [n_experts, n_out], or null
-             float* __restrict__ out,              // [T * top_k, n_out]
+             const float* bias,       // [n_experts, n_out], or null
+             float* out,              // [T * top_k, n_out]
              int n_out) {
     follow_predecessor();
     Item item;
@@ -155,18 +156,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
 #define SUM_ROWS (32 / ROW_LANES * LANE_ROWS)  // of a block: every warp has the same rows, of other slots
 
 extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS / (BLOCK_WARPS * 32))
-    moe_down_sum(const float* __restrict__ h_f32,     // [T * top_k, n_hidden]
-                 const i8* __restrict__ h_values,     // [T * top_k, n_hidden]
-                 const float* __restrict__ h_scales,  // [T * top_k, n_hidden / 32]
-                 const int* __restrict__ h_sums,      // [T * top_k, n_hidden / 32]
+    moe_down_sum(const float* h_f32,     // [T * top_k, n_hidden]
+                 const i8* h_values,     // [T * top_k, n_hidden]
+                 const float* h_scales,  // [T * top_k, n_hidden / 32]
+                 const int* h_sums,      // [T * top_k, n_hidden / 32]
                  int n_hidden,
-                 const int* __restrict__ ids,         // [T * top_k], experts
+                 const int* ids,         // [T * top_k], experts
                  int n_experts, int top_k,
-                 const i64* __restrict__ addresses,   // [n_experts, n_pages]
+                 const i64* addresses,   // [n_experts, n_pages]
                  int n_pages, int first_page, int rows_per_page, int page_factor, int row_bytes,
-                 const float* __restrict__ bias,      // [n_experts, n_out], or null
-                 const float* __restrict__ weights,   // [T, top_k]
-                 float* __restrict__ out,             // [T, n_out]
+                 const float* bias,      // [n_experts, n_out], or null
+                 const float* weights,   // [T, top_k]
+                 float* out,             // [T, n_out]
                  int n_out, int add, float scale) {
     __shared__ float products[MAX_SLOTS][SUM_ROWS];
     follow_predecessor();
@@ -176,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
     int block_first = (int)blockIdx.x * SUM_ROWS, token = blockIdx.y;
     for (int round = 0; round < top_k; round += BLOCK_WARPS) {
         int slot = round + (threadIdx.x >> 5);
-        int assignment[1] = {token * top_k + min(slot, top_k - 1)}, expert = __ldg(ids + assignment[0]);
+        int assignment[1] = {token * top_k + min(slot, top_k - 1)}, expert = ids[assignment[0]];
         bool chosen = (u32)expert < (u32)n_experts;  // not so in rows of padding, of whose sum nobody reads anything
         expert = chosen ? expert : 0;
         const u8* rows[LANE_ROWS];
@@ -195,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
     int n = block_first + (int)threadIdx.x;
     if (threadIdx.x >= SUM_ROWS || n >= n_out) return;
     float sum = 0.0f;
-    for (int s = 0; s < top_k; s++) sum = fmaf(__ldg(weights + token * top_k + s), products[s][threadIdx.x], sum);
+    for (int s = 0; s < top_k; s++) sum = fmaf(weights[token * top_k + s], products[s][threadIdx.x], sum);
     float* at = out + (i64)token * n_out + n;
     *at = fmaf(scale, sum, add ? *at : 0.0f);
 }

@@ -9,6 +9,7 @@
 // -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 1 (no biases); -DTILE_N,
 // -DTILE_M as in matmul/tile.cuh.
 
+#define SETTLED_WEIGHTS
 #include "common/experts.cuh"
 #include "common/follow.cuh"
 #include "common/math.cuh"
@@ -19,15 +20,15 @@
 #define HIDDEN_TILE (GATED ? TILE_N / 2 : TILE_N)
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
-    moe_gate_up_tile(const __half* __restrict__ x,          // [T, width]
-                     const float* __restrict__ x_scales,    // [T]
+    moe_gate_up_tile(const __half* x,          // [T, width]
+                     const float* x_scales,    // [T]
                      int width, ITEM_PARAMETERS,
-                     const i64* __restrict__ addresses,     // [n_experts, n_pages]
+                     const i64* addresses,     // [n_experts, n_pages]
                      int n_pages, int gate_first_page, int gate_rows_per_page, int gate_page_factor, int gate_row_bytes,
                      int up_first_page, int up_rows_per_page, int up_page_factor, int up_row_bytes,
-                     const float* __restrict__ gate_bias,   // [n_experts, n_hidden], or null
-                     const float* __restrict__ up_bias,     // [n_experts, n_hidden], or null
-                     float* __restrict__ hidden,            // [T * top_k, n_hidden]
+                     const float* gate_bias,   // [n_experts, n_hidden], or null
+                     const float* up_bias,     // [n_experts, n_hidden], or null
+                     float* hidden,            // [T * top_k, n_hidden]
                      int n_hidden, int activation) {
     follow_predecessor();
     extern __shared__ __align__(16) __half shared[];
@@ -84,13 +85,13 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
 #else
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
-    moe_down_tile(const __half* __restrict__ hidden,      // [T * top_k, n_hidden]
-                  const float* __restrict__ h_scales,     // [T * top_k]
+    moe_down_tile(const __half* hidden,      // [T * top_k, n_hidden]
+                  const float* h_scales,     // [T * top_k]
                   int n_hidden, ITEM_PARAMETERS,
-                  const i64* __restrict__ addresses,      // [n_experts, n_pages]
+                  const i64* addresses,      // [n_experts, n_pages]
                   int n_pages, int first_page, int rows_per_page, int page_factor, int row_bytes,
-                  const float* __restrict__ bias,         // [n_experts, n_out], or null
-                  float* __restrict__ out,                // [T * top_k, n_out]
+                  const float* bias,         // [n_experts, n_out], or null
+                  float* out,                // [T * top_k, n_out]
                   int n_out) {
     follow_predecessor();
     extern __shared__ __align__(16) __half shared[];

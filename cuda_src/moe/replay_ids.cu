@@ -2,8 +2,8 @@
 
 #include "common/follow.cuh"
 
-extern "C" __global__ void replay_ids(const int* __restrict__ recorded,  // [T, row_ids]: ids of all layers
-                                      int* __restrict__ ids,             // [T, top_k]
+extern "C" __global__ void replay_ids(const int* recorded,  // [T, row_ids]: ids of all layers
+                                      int* ids,             // [T, top_k]
                                       int n, int top_k, int row_ids, int first) {
     follow_predecessor();
     int i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -63,10 +63,10 @@ __device__ __forceinline__ void drop_groups(float (&q)[PER_LANE], int n_experts,
     }
 }
 
-extern "C" __global__ void route_topk(const float* __restrict__ logits,  // [T, n_experts]
-                                      const float* __restrict__ bias,    // [n_experts], or null
-                                      int* __restrict__ ids,             // [T, top_k]
-                                      float* __restrict__ weights,       // [T, top_k]
+extern "C" __global__ void route_topk(const float* logits,  // [T, n_experts]
+                                      const float* bias,    // [n_experts], or null
+                                      int* ids,             // [T, top_k]
+                                      float* weights,       // [T, top_k]
                                       int n_tokens, int n_experts, int top_k, int gating, int n_groups, int n_groups_used,
                                       int renormalise, float scale) {
     follow_predecessor();

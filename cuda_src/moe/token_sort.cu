@@ -78,11 +78,11 @@ __device__ __forceinline__ int rank_in_block(u8 (*counts)[MAX_EXPERTS], int expe
 }
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
-    moe_sort(const int* __restrict__ ids,      // [n]
-             const bool* __restrict__ active,  // [n_experts], or null = all
-             int* __restrict__ order,          // [n]
-             int4* __restrict__ items,         // [max items]
-             int* __restrict__ n_items,        // [1]
+    moe_sort(const int* ids,      // [n]
+             const bool* active,  // [n_experts], or null = all
+             int* order,          // [n]
+             int4* items,         // [max items]
+             int* n_items,        // [1]
              int n, int n_experts, int item_tokens) {
     follow_predecessor();
     __shared__ __align__(16) u8 counts[32][MAX_EXPERTS];
@@ -97,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
 }
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
-    moe_sort_count(const int* __restrict__ ids,     // [n]
-                   int* __restrict__ block_counts,  // [blocks, n_experts]
+    moe_sort_count(const int* ids,     // [n]
+                   int* block_counts,  // [blocks, n_experts]
                    int n, int n_experts) {
     follow_predecessor();
     __shared__ int counts[MAX_EXPERTS];
@@ -111,10 +111,10 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
 }
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
-    moe_sort_scan(int* __restrict__ block_counts,   // [blocks, n_experts]; becomes each block's first places
-                  const bool* __restrict__ active,  // [n_experts], or null = all
-                  int4* __restrict__ items,         // [max items]
-                  int* __restrict__ n_items,        // [1]
+    moe_sort_scan(int* block_counts,   // [blocks, n_experts]; becomes each block's first places
+                  const bool* active,  // [n_experts], or null = all
+                  int4* items,         // [max items]
+                  int* n_items,        // [1]
                   int n_blocks, int n_experts, int item_tokens) {
     follow_predecessor();
     __shared__ int partial[33];
@@ -133,9 +133,9 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
 }
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
-    moe_sort_place(const int* __restrict__ ids,           // [n]
-                   const int* __restrict__ block_places,  // [blocks, n_experts]
-                   int* __restrict__ order,               // [n]
+    moe_sort_place(const int* ids,           // [n]
+                   const int* block_places,  // [blocks, n_experts]
+                   int* order,               // [n]
                    int n, int n_experts) {
     follow_predecessor();
     __shared__ __align__(16) u8 counts[32][MAX_EXPERTS];

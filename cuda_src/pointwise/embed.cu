@@ -35,9 +35,9 @@ __device__ __forceinline__ void write_piece(const u8* row, int piece, float scal
     }
 }
 
-extern "C" __global__ void embed(const u8* __restrict__ table,  // [n_vocab, row_bytes]
-                                 const int* __restrict__ ids,   // [T]
-                                 float* __restrict__ out,       // [T, width]
+extern "C" __global__ void embed(const u8* table,  // [n_vocab, row_bytes]
+                                 const int* ids,   // [T]
+                                 float* out,       // [T, width]
                                  int n_vocab, int width, i64 row_bytes, float scale) {
     follow_predecessor();
     int piece = blockIdx.y * blockDim.x + threadIdx.x;

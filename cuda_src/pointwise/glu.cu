@@ -13,9 +13,9 @@
 #include "common/act_store.cuh"
 
 // grid (T, parts of the row), a block handles COLUMNS columns
-extern "C" __global__ void glu_rows(const float* __restrict__ gate,  // [T, width] or null
-                                    const float* __restrict__ up,    // [T, width]
-                                    float* __restrict__ out,         // [T, width]
+extern "C" __global__ void glu_rows(const float* gate,  // [T, width] or null
+                                    const float* up,    // [T, width]
+                                    float* out,         // [T, width]
                                     ACT_PARAMETERS,                  // quantised copy
                                     int width, int columns, int activation) {
     follow_predecessor();
@@ -27,9 +27,9 @@ extern "C" __global__ void glu_rows(const float* __restrict__ gate,  // [T, widt
               [&](int c) { return g ? glu(activation, g[c], u[c]) : activate(activation, u[c]); });
 }
 
-extern "C" __global__ void multiply_rows(const float* __restrict__ a,  // [T, width]
-                                         const float* __restrict__ b,  // [T, width]
-                                         float* __restrict__ out,      // [T, width]
+extern "C" __global__ void multiply_rows(const float* a,  // [T, width]
+                                         const float* b,  // [T, width]
+                                         float* out,      // [T, width]
                                          ACT_PARAMETERS,               // quantised copy
                                          int width, int columns) {
     follow_predecessor();
@@ -40,9 +40,9 @@ extern "C" __global__ void multiply_rows(const float* __restrict__ a,  // [T, wi
 }
 
 // one block a row
-extern "C" __global__ void row_gate(const float* __restrict__ x,       // [T, width]
-                                    const float* __restrict__ weight,  // [width]
-                                    float* __restrict__ out,           // [T]
+extern "C" __global__ void row_gate(const float* x,       // [T, width]
+                                    const float* weight,  // [width]
+                                    float* out,           // [T]
                                     int width) {
     follow_predecessor();
     __shared__ float partial[32];
@@ -54,9 +54,9 @@ extern "C" __global__ void row_gate(const float* __restrict__ x,       // [T, wi
 }
 
 // one block a row; a negative row index (padding of a captured batch) copies nothing
-extern "C" __global__ void gather_rows(const float* __restrict__ x,   // [T, width]
-                                       const int* __restrict__ rows,  // [R]
-                                       float* __restrict__ out,       // [R, width]
+extern "C" __global__ void gather_rows(const float* x,   // [T, width]
+                                       const int* rows,  // [R]
+                                       float* out,       // [R, width]
                                        int width) {
     follow_predecessor();
     int source = rows[blockIdx.x];
@@ -66,8 +66,8 @@ extern "C" __global__ void gather_rows(const float* __restrict__ x,   // [T, wid
     for (int c = threadIdx.x; c < width; c += blockDim.x) to[c] = in[c];
 }
 
-extern "C" __global__ void take_tokens(int* __restrict__ ids,             // [n]
-                                       const int* __restrict__ previous,  // [rows of the step before]
+extern "C" __global__ void take_tokens(int* ids,             // [n]
+                                       const int* previous,  // [rows of the step before]
                                        int n, int n_previous) {
     follow_predecessor();
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -76,7 +76,7 @@ extern "C" __global__ void take_tokens(int* __restrict__ ids,             // [n]
     ids[i] = row < n_previous ? previous[row] : 0;
 }
 
-extern "C" __global__ void finish_logits(float* __restrict__ logits,  // [n]
+extern "C" __global__ void finish_logits(float* logits,  // [n]
                                          long long n, float scale, float cap) {
     follow_predecessor();
     long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;

@@ -53,12 +53,12 @@ __device__ __forceinline__ void normalise(int width, float eps, float* partial, 
     }
 }
 
-extern "C" __global__ void rms_norm(const float* __restrict__ x,       // [T, width]
-                                    const float* __restrict__ weight,  // [width]
-                                    float* __restrict__ out,           // [T, width]
+extern "C" __global__ void rms_norm(const float* x,       // [T, width]
+                                    const float* weight,  // [width]
+                                    float* out,           // [T, width]
                                     ACT_PARAMETERS,                    // quantised copy
-                                    __half* __restrict__ halves,       // [T, width], or null; width a multiple of 4
-                                    float* __restrict__ half_scales,   // [T]
+                                    __half* halves,       // [T, width], or null; width a multiple of 4
+                                    float* half_scales,   // [T]
                                     int width, float eps) {
     if (blockIdx.x == 0) fetch_ahead(weight, 4ll * width);
     follow_predecessor();
@@ -76,9 +76,9 @@ extern "C" __global__ void rms_norm(const float* __restrict__ x,       // [T, wi
     if (halves) store_halves(out + row * width, halves, half_scales, row, width, block_largest(largest, partial));
 }
 
-extern "C" __global__ void add_norm(float* __restrict__ x,             // [T, width]
-                                    const float* __restrict__ delta,   // [T, width]
-                                    const float* __restrict__ weight,  // [width]
+extern "C" __global__ void add_norm(float* x,             // [T, width]
+                                    const float* delta,   // [T, width]
+                                    const float* weight,  // [width]
                                     int width, float eps, float scale) {
     if (blockIdx.x == 0) fetch_ahead(weight, 4ll * width);
     follow_predecessor();
@@ -93,10 +93,10 @@ extern "C" __global__ void add_norm(float* __restrict__ x,             // [T, wi
 }
 
 #define GATED_PARAMETERS                                                                                                 \
-    const float *__restrict__ x,          /* [T, width] */                                                               \
-        const float *__restrict__ gate,   /* [T, width] */                                                               \
-        const float *__restrict__ weight, /* [width], or [width / groups] */                                             \
-        float *__restrict__ out,          /* [T, width] */                                                               \
+    const float *x,          /* [T, width] */                                                               \
+        const float *gate,   /* [T, width] */                                                               \
+        const float *weight, /* [width], or [width / groups] */                                             \
+        float *out,          /* [T, width] */                                                               \
         ACT_PARAMETERS, int width, int n_groups, int shared_weight, int gate_first, float eps, int n_parts
 
 // One block a part; grid (T * groups).

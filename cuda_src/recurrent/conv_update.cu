@@ -12,26 +12,38 @@
 #include "common/follow.cuh"
 #include "common/math.cuh"
 #include "common/paged.cuh"
+#include "common/types.cuh"
 
 #define CARRIED (TAPS - 1)
 #define TOKENS 8  // of a thread in conv_tokens, which keeps the taps in registers from one to the next
 
-__device__ __forceinline__ float convolve(const float (&x)[TAPS], const float* weight, const float* bias, int c, bool silu_after) {
-    float sum = bias ? bias[c] : 0.0f;
+// A channel's weights, in registers from one token to the next.
+struct Taps {
+    float weight[TAPS], bias;
+
+    __device__ __forceinline__ Taps(const float* weights, const float* biases, int c) {
 #pragma unroll
-    for (int i = 0; i < TAPS; i++) sum = fmaf(weight[(long long)c * TAPS + i], x[i], sum);
-    return silu_after ? silu(sum) : sum;
-}
+        for (int i = 0; i < TAPS; i++) weight[i] = load_constant(weights + (long long)c * TAPS + i);
+        bias = biases ? load_constant(biases + c) : 0.0f;
+    }
+
+    __device__ __forceinline__ float convolve(const float (&x)[TAPS], bool silu_after) const {
+        float sum = bias;
+#pragma unroll
+        for (int i = 0; i < TAPS; i++) sum = fmaf(weight[i], x[i], sum);
+        return silu_after ? silu(sum) : sum;
+    }
+};
 
 #define CONV_PARAMETERS                                                                                                  \
-    const float *__restrict__ u,        /* [T, C] */                                                                     \
-        const float *__restrict__ weight, /* [C, K] */                                                                   \
-        const float *__restrict__ bias,   /* [C] or null */                                                              \
-        float *__restrict__ out,          /* [T, C] */                                                                   \
-        char *pool, const int *__restrict__ pages, /* [S, columns]: first page of the rows */                            \
-        const bool *__restrict__ fresh,            /* [S] */                                                             \
-        const int *__restrict__ query_start,       /* [S + 1] */                                                         \
-        const int *__restrict__ seq_of_token,      /* [T] */                                                             \
+    const float *u,          /* [T, C] */                                                                                \
+        const float *weight, /* [C, K] */                                                                                \
+        const float *bias,   /* [C] or null */                                                                           \
+        float *out,          /* [T, C] */                                                                                \
+        char *pool, const int *pages, /* [S, columns]: first page of the rows */                                         \
+        const bool *fresh,            /* [S] */                                                                          \
+        const int *query_start,       /* [S + 1] */                                                                      \
+        const int *seq_of_token,      /* [T] */                                                                          \
         long long page_bytes, int columns, int column, int channels, int silu_after
 
 extern "C" __global__ void conv_step(CONV_PARAMETERS) {
@@ -46,7 +58,7 @@ extern "C" __global__ void conv_step(CONV_PARAMETERS) {
 #pragma unroll
     for (int i = 0; i < CARRIED; i++) x[i] = zero ? 0.0f : ((float*)(state + i * page_bytes))[c];
     x[CARRIED] = u[token * channels + c];
-    out[token * channels + c] = convolve(x, weight, bias, c, silu_after);
+    out[token * channels + c] = Taps(weight, bias, c).convolve(x, silu_after);
 #pragma unroll
     for (int i = 0; i < CARRIED; i++) ((float*)(state + i * page_bytes))[c] = x[i + 1];
 }
@@ -55,16 +67,22 @@ extern "C" __global__ void conv_tokens(CONV_PARAMETERS, int n_tokens) {
     follow_predecessor();
     int c = blockIdx.x * blockDim.x + threadIdx.x, first = blockIdx.y * TOKENS;
     if (c >= channels) return;
+    // All asked for before the first store, after which the compiler may not move loads.
+    Taps taps(weight, bias, c);
     float x[TAPS], in[TOKENS];
+    int seqs[TOKENS];
 #pragma unroll
-    for (int i = 0; i < TOKENS; i++) in[i] = first + i < n_tokens ? u[(long long)(first + i) * channels + c] : 0.0f;
+    for (int i = 0; i < TOKENS; i++) {
+        in[i] = first + i < n_tokens ? u[(long long)(first + i) * channels + c] : 0.0f;
+        seqs[i] = first + i < n_tokens ? seq_of_token[first + i] : -1;
+    }
     int seq = -1, start = 0;
 #pragma unroll
     for (int t = 0; t < TOKENS; t++) {
         int token = first + t;
         if (token >= n_tokens) break;
-        if (seq_of_token[token] != seq) {  // the inputs before this token, of the step or of the state
-            seq = seq_of_token[token];
+        if (seqs[t] != seq) {  // the inputs before this token, of the step or of the state
+            seq = seqs[t];
             start = query_start[seq];
             const char* state = (const char*)state_page(pool, page_bytes, pages, columns, seq, column);
             bool zero = fresh[seq] || !state;
@@ -78,7 +96,7 @@ extern "C" __global__ void conv_tokens(CONV_PARAMETERS, int n_tokens) {
 #pragma unroll
         for (int i = 0; i < CARRIED; i++) x[i] = x[i + 1];
         x[CARRIED] = in[t];
-        out[(long long)token * channels + c] = convolve(x, weight, bias, c, silu_after);
+        out[(long long)token * channels + c] = taps.convolve(x, silu_after);
     }
 }
 

@@ -31,11 +31,11 @@ struct Chunk {
     float beta[CHUNK], decay[CHUNK];
 };
 
-extern "C" __global__ void delta_prepare(float* __restrict__ qkv,            // [T, (2 Hk + Hv) DIM]
-                                         float* __restrict__ beta,           // [T, Hv]
-                                         float* __restrict__ alpha,          // [T, Hv]
-                                         const float* __restrict__ a,        // [Hv]
-                                         const float* __restrict__ dt_bias,  // [Hv]
+extern "C" __global__ void delta_prepare(float* qkv,            // [T, (2 Hk + Hv) DIM]
+                                         float* beta,           // [T, Hv]
+                                         float* alpha,          // [T, Hv]
+                                         const float* a,        // [Hv]
+                                         const float* dt_bias,  // [Hv]
                                          int n_key_heads, int n_value_heads, float eps) {
     follow_predecessor();
     long long token = blockIdx.x;
@@ -100,15 +100,15 @@ __device__ __forceinline__ void prepare_chunk(Chunk& chunk, int n, float a, floa
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    delta_net(const float* __restrict__ qkv,    // [T, (2 Hk + Hv) DIM], q and k as delta_prepare left them, or raw
-              const float* __restrict__ beta,   // [T, Hv]
-              const float* __restrict__ decay,  // [T, Hv]: exp(g), or alpha where raw
-              const float* __restrict__ a,        // [Hv], used where raw
-              const float* __restrict__ dt_bias,  // [Hv], used where raw
-              float* __restrict__ out,          // [T, Hv * DIM]
-              char* pool, const int* __restrict__ pages,  // [S, columns]
-              const bool* __restrict__ fresh,             // [S]
-              const int* __restrict__ query_start,        // [S + 1]
+    delta_net(const float* qkv,    // [T, (2 Hk + Hv) DIM], q and k as delta_prepare left them, or raw
+              const float* beta,   // [T, Hv]
+              const float* decay,  // [T, Hv]: exp(g), or alpha where raw
+              const float* a,        // [Hv], used where raw
+              const float* dt_bias,  // [Hv], used where raw
+              float* out,          // [T, Hv * DIM]
+              char* pool, const int* pages,  // [S, columns]
+              const bool* fresh,             // [S]
+              const int* query_start,        // [S + 1]
               long long page_bytes, int columns, int column, int n_key_heads, int n_value_heads, int raw, float eps) {
     follow_predecessor();
     __shared__ __align__(16) Chunk chunks[2];

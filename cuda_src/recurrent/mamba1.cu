@@ -19,16 +19,16 @@
 #define CHUNK 16
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    mamba1(const float* __restrict__ x,   // [T, inner] after convolution and silu
-           const float* __restrict__ dt,  // [T, inner] before softplus
-           const float* __restrict__ b,   // [T, N]
-           const float* __restrict__ c,   // [T, N]
-           const float* __restrict__ a,   // [inner, N]
-           const float* __restrict__ d,   // [inner]
-           float* __restrict__ out,       // [T, inner]
-           char* pool, const int* __restrict__ pages,  // [S, columns]
-           const bool* __restrict__ fresh,             // [S]
-           const int* __restrict__ query_start,        // [S + 1]
+    mamba1(const float* x,   // [T, inner] after convolution and silu
+           const float* dt,  // [T, inner] before softplus
+           const float* b,   // [T, N]
+           const float* c,   // [T, N]
+           const float* a,   // [inner, N]
+           const float* d,   // [inner]
+           float* out,       // [T, inner]
+           char* pool, const int* pages,  // [S, columns]
+           const bool* fresh,             // [S]
+           const int* query_start,        // [S + 1]
            long long page_bytes, int columns, int column, int inner) {
     follow_predecessor();
     __shared__ float bs[CHUNK][STATE], cs[CHUNK][STATE], xs[CHUNK][ROWS_A_BLOCK], dts[CHUNK][ROWS_A_BLOCK];

@@ -27,15 +27,15 @@ struct Chunk {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    mamba2(const float* __restrict__ xbc,      // [T, inner + 2 G N] after convolution and silu
-           const float* __restrict__ dt,       // [T, heads]
-           const float* __restrict__ a,        // [heads]
-           const float* __restrict__ d,        // [heads]
-           const float* __restrict__ dt_bias,  // [heads]
-           float* __restrict__ out,            // [T, inner]
-           char* pool, const int* __restrict__ pages,  // [S, columns]
-           const bool* __restrict__ fresh,             // [S]
-           const int* __restrict__ query_start,        // [S + 1]
+    mamba2(const float* xbc,      // [T, inner + 2 G N] after convolution and silu
+           const float* dt,       // [T, heads]
+           const float* a,        // [heads]
+           const float* d,        // [heads]
+           const float* dt_bias,  // [heads]
+           float* out,            // [T, inner]
+           char* pool, const int* pages,  // [S, columns]
+           const bool* fresh,             // [S]
+           const int* query_start,        // [S + 1]
            long long page_bytes, int columns, int column, int n_heads, int n_groups) {
     follow_predecessor();
     __shared__ __align__(16) Chunk chunks[2];

@@ -8,11 +8,11 @@
 #include "common/follow.cuh"
 #include "sampling/keys.cuh"
 
-extern "C" __global__ void penalise(float* __restrict__ logits,           // [R, n_vocab]
-                                    const int* __restrict__ list_start,   // [3, R + 1]: of bias, history, output lists
-                                    const int* __restrict__ ids,          // [all lists]
-                                    const float* __restrict__ values,     // [all lists]: bias, unused, count
-                                    const float* __restrict__ penalties,  // [R, 3]: repetition, frequency, presence
+extern "C" __global__ void penalise(float* logits,           // [R, n_vocab]
+                                    const int* list_start,   // [3, R + 1]: of bias, history, output lists
+                                    const int* ids,          // [all lists]
+                                    const float* values,     // [all lists]: bias, unused, count
+                                    const float* penalties,  // [R, 3]: repetition, frequency, presence
                                     int n_rows, int n_vocab) {
     follow_predecessor();
     int row = blockIdx.x;
@@ -41,10 +41,10 @@ __device__ __forceinline__ u64 block_max(u64 v, u64* partial) {
     return v;
 }
 
-extern "C" __global__ void argmax(const float* __restrict__ logits,  // [R, n_vocab]
-                                  u64* __restrict__ best,            // [R, parts]
-                                  unsigned* __restrict__ arrivals,   // [R], zero before and after
-                                  int* __restrict__ out_ids,         // [R]
+extern "C" __global__ void argmax(const float* logits,  // [R, n_vocab]
+                                  u64* best,            // [R, parts]
+                                  unsigned* arrivals,   // [R], zero before and after
+                                  int* out_ids,         // [R]
                                   int n_vocab) {
     follow_predecessor();
     __shared__ u64 partial[32];

@@ -115,14 +115,14 @@ struct Candidates {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    draw(const float* __restrict__ logits,      // [R, n_vocab]
-         const u64* __restrict__ best,          // [R, parts]: from argmax
-         const float* __restrict__ parameters,  // [R, 4]: temperature, top_p, min_p, uniform
-         const int* __restrict__ top_k,         // [R]
-         const u64* __restrict__ sums,          // [R, parts, 3]: from survey
-         const float* __restrict__ values,      // [R, CANDIDATES]: from collect
-         const int* __restrict__ value_ids,     // [R, CANDIDATES]
-         int* __restrict__ out_ids,             // [R]
+    draw(const float* logits,      // [R, n_vocab]
+         const u64* best,          // [R, parts]: from argmax
+         const float* parameters,  // [R, 4]: temperature, top_p, min_p, uniform
+         const int* top_k,         // [R]
+         const u64* sums,          // [R, parts, 3]: from survey
+         const float* values,      // [R, CANDIDATES]: from collect
+         const int* value_ids,     // [R, CANDIDATES]
+         int* out_ids,             // [R]
          int parts, int n_vocab) {
     follow_predecessor();
     extern __shared__ __align__(16) u64 histogram[];  // [BINS, COPIES], then Candidates

@@ -13,13 +13,13 @@
 #include "sampling/rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    survey(const float* __restrict__ logits,      // [R, n_vocab]
-           const u64* __restrict__ best,          // [R, parts]: from argmax
-           const float* __restrict__ parameters,  // [R, 4]: temperature, top_p, min_p, uniform
-           const int* __restrict__ top_k,         // [R]
-           u64* __restrict__ sums,                // [R, parts, 3]: mass, mass of the candidates, their number
-           unsigned* __restrict__ arrivals,       // [R], zero before and after
-           int* __restrict__ out_ids,             // [R]
+    survey(const float* logits,      // [R, n_vocab]
+           const u64* best,          // [R, parts]: from argmax
+           const float* parameters,  // [R, 4]: temperature, top_p, min_p, uniform
+           const int* top_k,         // [R]
+           u64* sums,                // [R, parts, 3]: mass, mass of the candidates, their number
+           unsigned* arrivals,       // [R], zero before and after
+           int* out_ids,             // [R]
            int n_vocab) {
     follow_predecessor();
     __shared__ u64 warps[WARPS], of_parts[MAX_PARTS];
@@ -72,13 +72,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    collect(const float* __restrict__ logits,      // [R, n_vocab]
-            const u64* __restrict__ best,          // [R, parts]: from argmax
-            const float* __restrict__ parameters,  // [R, 4]
-            const int* __restrict__ top_k,         // [R]
-            const u64* __restrict__ sums,          // [R, parts, 3]: from survey
-            float* __restrict__ values,            // [R, CANDIDATES]
-            int* __restrict__ ids,                 // [R, CANDIDATES]
+    collect(const float* logits,      // [R, n_vocab]
+            const u64* best,          // [R, parts]: from argmax
+            const float* parameters,  // [R, 4]
+            const int* top_k,         // [R]
+            const u64* sums,          // [R, parts, 3]: from survey
+            float* values,            // [R, CANDIDATES]
+            int* ids,                 // [R, CANDIDATES]
             int n_vocab) {
     follow_predecessor();
     __shared__ u64 warps[WARPS];
