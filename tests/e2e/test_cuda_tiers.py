@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rimuru import LLM, SamplingParams
+from rimuru.base.errors import StoreReadError
 from rimuru.commands.bench import counters, use_routing
 from rimuru.experts.tiered_store import TieredExpertStore
 from tools.make_random_gguf import write_random_model
@@ -63,6 +64,37 @@ def test_host_memory_that_cannot_be_pinned(
         assert isinstance(llm.loaded.store, TieredExpertStore)
         assert answers(llm) == expected
         llm.loaded.engine.audit()
+
+
+@pytest.mark.parametrize("nth", [5, 60])
+def test_an_expert_that_does_not_come_ends_who_wanted_it(
+    model: Path, expected: list[list[int]], nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One copy to the device fails while steps are queued one ahead: the others answer as if nothing had happened."""
+    monkeypatch.setattr("rimuru.engine.build.needs_disk", lambda *_: True)
+    with open_model(model, resident_experts=0, ram="4MiB", swap="0", prefix_cache=False) as llm:
+        engine, store, n_copies = llm.loaded.engine, llm.loaded.store, 0
+        assert isinstance(store, TieredExpertStore)
+        copy_in = store.copier.copy_in
+
+        def fails_once(address: int, source: np.ndarray) -> None:
+            nonlocal n_copies
+            n_copies += 1
+            if n_copies == nth:
+                raise OSError("the copy fails")
+            copy_in(address, source)
+
+        store.copier.copy_in = fails_once  # type: ignore[method-assign]
+        sequences = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
+        engine.run_until(sequences)
+        assert any(sequence.error is not None for sequence in sequences)
+        for sequence, answer in zip(sequences, expected, strict=True):
+            if sequence.error is None:
+                assert sequence.output_ids == answer
+            else:
+                assert isinstance(sequence.error, StoreReadError) and "the copy fails" in str(sequence.error)
+        engine.audit()
+        assert answers(llm) == expected
 
 
 def test_recorded_routing_in_graphs_and_prompts(model: Path) -> None:
