@@ -2,7 +2,8 @@
 //
 // Every kernel calls follow_predecessor() once, by all its threads, before it touches what an earlier kernel wrote or may
 // still read. It returns when the kernel before has ended and its writes can be seen; since that one waited in the same
-// way, all earlier ones have ended too. Only what no kernel writes (weights) may be touched before.
+// way, all earlier ones have ended too. Only what no kernel writes (weights) may be touched before. What kernels write is
+// never read through the path for constants (common/types.cuh): waiting does not empty its cache.
 #pragma once
 
 __device__ __forceinline__ void follow_predecessor() {

@@ -144,11 +144,71 @@ def test_a_dependent_launch_hands_over_the_drivers_configuration() -> None:
     def check(status: int) -> None:
         raise RuntimeError(f"status {status}")
 
-    launch = dependent.DependentLaunch(launch_ex, check)
+    launch = dependent.DependentLaunch(launch_ex, check, lambda *args: seen.append(args), lambda stream: stream == 77)
     launch(9, 5, 6, 7, 32, 2, 1, 512, 77, 4096, 0)
     assert seen == [([5, 6, 7], [32, 2, 1], 512, 77, 1, 6, 1), (9, 4096, 0)]
     with pytest.raises(RuntimeError, match="701"):
         launch(9, 5, 6, 7, 32, 2, 1, 0, 77, 4096, 0)
+    launch(9, 5, 6, 7, 32, 2, 1, 512, 78, 4096, 0)
+    assert seen[-1] == (9, 5, 6, 7, 32, 2, 1, 512, 78, 4096, 0)
+
+
+@pytest.mark.parametrize(
+    ("stream", "capturing", "status", "nodes", "kind", "follows"),
+    [
+        (5, True, 1, [11], 0, True),  # behind one kernel
+        (5, False, 0, [], 0, False),  # no graph: as usual, whatever the stream has done
+        (0, True, 1, [11], 0, False),
+        (5, True, 2, [11], 0, False),  # a capture that failed
+        (5, True, 1, [], 0, False),  # the first of a graph
+        (5, True, 1, [11, 12], 0, False),  # where streams meet
+        (5, True, 1, [11], 1, False),  # behind a copy
+    ],
+)
+def test_only_behind_one_kernel_of_a_graph_a_launch_is_dependent(
+    stream: int, capturing: bool, status: int, nodes: list[int], kind: int, follows: bool
+) -> None:
+    dependencies = (ctypes.c_void_p * len(nodes))(*nodes)
+    types: Any = [
+        ctypes.POINTER(ctypes.c_int), ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p),
+        ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t),
+    ]  # fmt: skip
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *types)
+    def capture_info(of: int, out: Any, unique: int, graph: int, found: Any, edges: Any, n: Any) -> int:
+        assert of == stream and not unique and not graph and edges
+        out[0], found[0], n[0] = status, ctypes.addressof(dependencies), len(nodes)
+        return 0
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
+    def node_type(node: int, out: Any) -> int:
+        assert node == 11
+        out[0] = kind
+        return 0
+
+    as_driver: list[Any] = []
+    for function, n_arguments in ((capture_info, 7), (node_type, 2)):  # as `launcher` declares the driver's functions
+        address = ctypes.cast(function, ctypes.c_void_p).value
+        as_driver.append(ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * n_arguments)(address or 0))
+    assert dependent.Predecessor(lambda of: capturing, as_driver[0], as_driver[1])(stream) is follows
+
+
+def test_only_what_no_kernel_writes_is_read_past_coherence() -> None:
+    """The compiler reads what is const and __restrict__ as __ldg does, by a path whose cache a dependent launch finds
+    as it was; so __ldg has one place, the loads that are named for it, and nothing is __restrict__."""
+    allowed = {"common/types.cuh": 2}
+    for path in sorted(loader.source_root().glob("*/*.cu*")):
+        text, name = re.sub(r"//[^\n]*", "", path.read_text()), f"{path.parent.name}/{path.name}"
+        assert "__restrict" not in text and ".nc." not in text, name
+        grids = len(re.findall(r"__ldg\(iq\w+_grid", text))  # tables of the program
+        assert text.count("__ldg") - grids == allowed.get(name, 0), name
+        if "load_constant(" in text and name != "common/types.cuh":
+            constants = set(re.findall(r"load_constant\(\(?(?:const float4\*\)\(?)?([\w.]+)", text))
+            assert constants <= {"m.bias", "w_from", "vector", "weights", "biases"}, (name, constants)
+    for path in sorted((loader.source_root() / "moe").glob("*.cu")):
+        text = path.read_text()
+        if '"common/experts.cuh"' in text:  # weights that moe_fetch brings
+            assert text.index("#define SETTLED_WEIGHTS") < text.index("#include")
 
 
 def test_buckets() -> None:

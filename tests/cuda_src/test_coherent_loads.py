@@ -1,0 +1,52 @@
+"""Loads by the path that nobody keeps coherent: which kernels have any, and of what. Seen in the assembler text."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from rimuru.ops.cuda import matmul, moe, pointwise, recurrent, routing, sampling, sorting
+from rimuru.ops.cuda.launch import Kernel
+
+sys.path.insert(0, str(Path(__file__).parent))
+import nvrtc
+
+pytestmark = pytest.mark.skipif(
+    not nvrtc.available(), reason="nvidia-cuda-nvrtc and nvidia-cuda-runtime are not installed"
+)
+
+WITHOUT = [
+    pointwise.KERNELS[0], pointwise.KERNELS[5], sampling.KERNELS[0], sampling.KERNELS[2], sorting.KERNELS[0],
+    moe.COMMON_KERNELS[-1], routing.route_kernel(128), recurrent.delta_net_kernels(128, "tiled")[0],
+]  # fmt: skip
+EXPERTS = [
+    moe.up_kernel("q4_k", "q4_k", 2, *moe.up_shape(2048, 2)), moe.down_kernel("q6_k", 2, *moe.down_shape(768, 2)),
+    moe.down_sum_kernel("q6_k", *moe.down_shape(768, 1), 8),
+    moe.up_matrix_kernel("q4_k", "q4_k", moe.up_matrix_shape(4)),
+    moe.down_matrix_kernel("q4_k", moe.down_matrix_shape(100)),
+]  # fmt: skip
+
+
+def past_coherence(kernel: Kernel) -> list[str]:
+    text = nvrtc.compile_source(kernel.path, kernel.defines, 90, kind="PTX").decode(errors="replace")
+    assert "griddepcontrol.wait" in text
+    return re.findall(r"ld\.global[.\w]*\.nc\.(\S+)", text)
+
+
+@pytest.mark.parametrize("kernel", WITHOUT, ids=lambda kernel: kernel.name)
+def test_kernels_without_weights_have_none(kernel: Kernel) -> None:
+    assert past_coherence(kernel) == []
+
+
+@pytest.mark.parametrize("kernel", EXPERTS, ids=lambda kernel: kernel.name)
+def test_expert_kernels_read_biases_so_and_nothing_else(kernel: Kernel) -> None:
+    """Single numbers; packed weights, activations and tables come in words, vectors and addresses."""
+    assert set(past_coherence(kernel)) <= {"f32", "b32"}
+
+
+def test_weights_that_no_kernel_brings_are_read_so() -> None:
+    """Otherwise the tests above would see nothing."""
+    assert "v4.u32" in "".join(past_coherence(matmul.gemv_kernel(("q4_k",), 1, 32, 2))).replace("b32", "u32")
