@@ -36,19 +36,47 @@ __device__ __forceinline__ const u8* final_address(u64 address) {
     return (const u8*)address;
 }
 
+// The page of row n, out of a table whose row of the expert begins at entry `start`.
+__device__ __forceinline__ u64 page_of_row(const i64* table, int start, const Projection& p, int n) {
+    return (u64)table[(u32)(start + p.first_page) + __umulhi(4u * (u32)n, (u32)p.page_factor)];
+}
+
+__device__ __forceinline__ const u8* row_in_page(u64 page, const Projection& p, int n) {
+    u32 row = (u32)n - __umulhi(4u * (u32)n, (u32)p.page_factor) * (u32)p.rows_per_page;
+    return final_address(page + (u64)row * (u32)p.row_bytes);
+}
+
 __device__ __forceinline__ const u8* expert_row(const Projection& p, int expert, int n) {
 #if CONTIGUOUS_EXPERTS
     return final_address((u64)p.addresses + (u64)(p.first_page + expert * p.rows_per_page + n) * (u32)p.row_bytes);
 #else
-    u32 page = __umulhi(4u * (u32)n, (u32)p.page_factor);
-    u64 base = (u64)(p.addresses + (expert * p.n_pages + p.first_page))[page];
-    return final_address(base + (u64)((u32)n - page * (u32)p.rows_per_page) * (u32)p.row_bytes);
+    return row_in_page(page_of_row(p.addresses, expert * p.n_pages, p, n), p, n);
 #endif
 }
 
+// A row of item g's expert: ask() while the item is not known yet, at() then. With -DITEM_PAGES=1 token_sort.cu has
+// copied the table's row of each item's expert: an item and its pages are read together, not one after the other.
+struct ItemRow {
+    u64 page;
+
+    __device__ __forceinline__ void ask(const i64* item_pages, const Projection& p, int g, int n) {
+#if ITEM_PAGES && !CONTIGUOUS_EXPERTS
+        page = page_of_row(item_pages, g * p.n_pages, p, n);
+#endif
+    }
+
+    __device__ __forceinline__ const u8* at(const Projection& p, int expert, int n) const {
+#if ITEM_PAGES && !CONTIGUOUS_EXPERTS
+        return row_in_page(page, p, n);
+#else
+        return expert_row(p, expert, n);
+#endif
+    }
+};
+
 // The table on its way to the second-level cache, see common/follow.cuh.
 __device__ __forceinline__ void fetch_table_ahead(const i64* addresses, int n_experts, int n_pages) {
-#if !CONTIGUOUS_EXPERTS
+#if !CONTIGUOUS_EXPERTS && !ITEM_PAGES
     if (blockIdx.x == 0 && blockIdx.y == 0) fetch_ahead(addresses, (i64)sizeof(i64) * n_experts * n_pages);
 #endif
 }
@@ -71,12 +99,13 @@ struct Item {
 };
 
 // Where items come from: token_sort.cu's tables, or, where items is null, every assignment by itself.
-#define ITEM_PARAMETERS                                      \
-    const int4 *items,      /* [max items], or null */       \
-        const int *n_items, /* [1] */                        \
-        const int *order,   /* [T * top_k], assignments */   \
-        const int *ids,     /* [T * top_k], experts */       \
-        const bool *active, /* [n_experts], or null = all */ \
+#define ITEM_PARAMETERS                                          \
+    const int4 *items,          /* [max items], or null */       \
+        const i64 *item_pages,  /* [max items, n_pages] */       \
+        const int *n_items,     /* [1] */                        \
+        const int *order,       /* [T * top_k], assignments */   \
+        const int *ids,         /* [T * top_k], experts */       \
+        const bool *active,     /* [n_experts], or null = all */ \
         int n_experts, int top_k
 
 // Item g into `item`; false where there is none or its expert cannot be read now.

@@ -55,14 +55,21 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
     fetch_table_ahead(addresses, n_experts, n_pages);
     follow_predecessor();
     __shared__ HiddenSums sums;
-    Item item;
-    if (!PICK_ITEM(item, blockIdx.y)) return;
     Projection gate = {addresses, n_pages, gate_first_page, gate_rows_per_page, gate_page_factor, gate_row_bytes};
     Projection up = {addresses, n_pages, up_first_page, up_rows_per_page, up_page_factor, up_row_bytes};
     ActView x = {x_f32, x_values, x_scales, x_sums, width};
     int lane = threadIdx.x & 31, sub = lane % ROW_LANES;
     int local = ((threadIdx.x >> 5) * (32 / ROW_LANES) + lane / ROW_LANES) * LANE_ROWS;
     int first = blockIdx.x * 32 + local;
+    ItemRow up_rows[LANE_ROWS], gate_rows[LANE_ROWS];
+#pragma unroll
+    for (int r = 0; r < LANE_ROWS; r++) {
+        int n = min(first + r, n_hidden - 1);
+        up_rows[r].ask(item_pages, up, blockIdx.y, n);
+        if (GATED) gate_rows[r].ask(item_pages, gate, blockIdx.y, n);
+    }
+    Item item;
+    if (!PICK_ITEM(item, blockIdx.y)) return;
     int tokens[TOKEN_TILE];
 #pragma unroll
     for (int t = 0; t < TOKEN_TILE; t++)
@@ -71,8 +78,8 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
 #pragma unroll
     for (int r = 0; r < LANE_ROWS; r++) {
         int n = min(first + r, n_hidden - 1);
-        rows[r] = expert_row(up, item.expert, n);
-        rows[LANE_ROWS + r] = GATED ? expert_row(gate, item.expert, n) : rows[r];
+        rows[r] = up_rows[r].at(up, item.expert, n);
+        rows[LANE_ROWS + r] = GATED ? gate_rows[r].at(gate, item.expert, n) : rows[r];
     }
     if constexpr (GATED && IsSame<FORMAT_GATE, FORMAT_UP>::value) {
         float acc[2 * LANE_ROWS][TOKEN_TILE];
@@ -123,19 +130,23 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
              float* out,              // [T * top_k, n_out]
              int n_out) {
     follow_predecessor();
-    Item item;
-    if (!PICK_ITEM(item, blockIdx.y)) return;
     Projection down = {addresses, n_pages, first_page, rows_per_page, page_factor, row_bytes};
     ActView h = {h_f32, h_values, h_scales, h_sums, n_hidden};
     int lane = threadIdx.x & 31, sub = lane % ROW_LANES;
     int group = ((int)blockIdx.x * BLOCK_WARPS + (threadIdx.x >> 5)) * (32 / ROW_LANES) + lane / ROW_LANES;
     int first = group * LANE_ROWS;
+    ItemRow down_rows[LANE_ROWS];
+#pragma unroll
+    for (int r = 0; r < LANE_ROWS; r++) down_rows[r].ask(item_pages, down, blockIdx.y, min(first + r, n_out - 1));
+    Item item;
+    if (!PICK_ITEM(item, blockIdx.y)) return;
     int assignments[TOKEN_TILE];
 #pragma unroll
     for (int t = 0; t < TOKEN_TILE; t++) assignments[t] = item_assignment(items, order, item, min(t, item.count - 1));
     const u8* rows[LANE_ROWS];
 #pragma unroll
-    for (int r = 0; r < LANE_ROWS; r++) rows[r] = expert_row(down, item.expert, min(first + r, n_out - 1));
+    for (int r = 0; r < LANE_ROWS; r++)
+        rows[r] = down_rows[r].at(down, item.expert, min(first + r, n_out - 1));
     float acc[LANE_ROWS][TOKEN_TILE];
     row_dots<FORMAT_DOWN, ROW_LANES, LANE_ROWS, TOKEN_TILE>(rows, h, assignments, item.count, sub, acc);
 #pragma unroll

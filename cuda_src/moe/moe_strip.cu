@@ -30,16 +30,20 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     fetch_table_ahead(addresses, n_experts, n_pages);
     follow_predecessor();
     extern __shared__ __align__(16) __half shared[];
-    Item item;
-    if (!PICK_ITEM(item, blockIdx.y)) return;
     Projection gate = {addresses, n_pages, gate_first_page, gate_rows_per_page, gate_page_factor, gate_row_bytes};
     Projection up = {addresses, n_pages, up_first_page, up_rows_per_page, up_page_factor, up_row_bytes};
     // Hidden element of the lower row; without a gate the upper row is 8 elements on, with one it is the same element.
     int n = GATED ? (blockIdx.x * WARPS_N + strip_warp()) * 8 + ((threadIdx.x & 31) >> 2)
                   : (int)blockIdx.x * WARPS_N * 16 + strip_row();
     int n_upper = GATED ? n : n + 8;
-    const u8* lower = expert_row(GATED ? gate : up, item.expert, min(n, n_hidden - 1));
-    const u8* upper = expert_row(up, item.expert, min(n_upper, n_hidden - 1));
+    int first_row = min(n, n_hidden - 1), second_row = min(n_upper, n_hidden - 1);
+    ItemRow rows[2];
+    rows[0].ask(item_pages, GATED ? gate : up, blockIdx.y, first_row);
+    rows[1].ask(item_pages, up, blockIdx.y, second_row);
+    Item item;
+    if (!PICK_ITEM(item, blockIdx.y)) return;
+    const u8* lower = rows[0].at(GATED ? gate : up, item.expert, first_row);
+    const u8* upper = rows[1].at(up, item.expert, second_row);
     StripSums sums;
     auto x_row = [&](int i) { return item_assignment(items, order, item, i) / top_k; };
     if (!strip_product<FORMAT_GATE, FORMAT_UP>(lower, upper, x, width, x_row, item.count, shared, sums)) return;
@@ -80,12 +84,16 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
                    int n_out) {
     follow_predecessor();
     extern __shared__ __align__(16) __half shared[];
-    Item item;
-    if (!PICK_ITEM(item, blockIdx.y)) return;
     Projection down = {addresses, n_pages, first_page, rows_per_page, page_factor, row_bytes};
     int row = blockIdx.x * WARPS_N * 16 + strip_row();
-    const u8* lower = expert_row(down, item.expert, min(row, n_out - 1));
-    const u8* upper = expert_row(down, item.expert, min(row + 8, n_out - 1));
+    int first_row = min(row, n_out - 1), second_row = min(row + 8, n_out - 1);
+    ItemRow rows[2];
+    rows[0].ask(item_pages, down, blockIdx.y, first_row);
+    rows[1].ask(item_pages, down, blockIdx.y, second_row);
+    Item item;
+    if (!PICK_ITEM(item, blockIdx.y)) return;
+    const u8* lower = rows[0].at(down, item.expert, first_row);
+    const u8* upper = rows[1].at(down, item.expert, second_row);
     StripSums sums;
     auto x_row = [&](int i) { return item_assignment(items, order, item, i); };
     if (!strip_product<FORMAT_DOWN, FORMAT_DOWN>(lower, upper, hidden, n_hidden, x_row, item.count, shared, sums)) return;

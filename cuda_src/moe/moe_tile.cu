@@ -32,18 +32,20 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
                      int n_hidden, int activation) {
     follow_predecessor();
     extern __shared__ __align__(16) __half shared[];
-    Item item;
-    if (!PICK_ITEM(item, blockIdx.y)) return;
     int first = blockIdx.x * HIDDEN_TILE, row = tile_weight_row();
     bool is_up = !GATED || (row & 8);
     Projection projection = {addresses, n_pages, is_up ? up_first_page : gate_first_page,
                              is_up ? up_rows_per_page : gate_rows_per_page,
                              is_up ? up_page_factor : gate_page_factor, is_up ? up_row_bytes : gate_row_bytes};
     int mine = first + (GATED ? (row >> 4) * 8 + (row & 7) : row);
+    ItemRow weight_row;
+    weight_row.ask(item_pages, projection, blockIdx.y, min(mine, n_hidden - 1));
+    Item item;
+    if (!PICK_ITEM(item, blockIdx.y)) return;
     TileInput in;
     in.x = x;
     in.width = width;
-    in.weight_row = mine < n_hidden ? expert_row(projection, item.expert, mine) : nullptr;
+    in.weight_row = mine < n_hidden ? weight_row.at(projection, item.expert, mine) : nullptr;
 #pragma unroll
     for (int i = 0; i < X_COPIES; i++) {
         int m = tile_x_row(i);
@@ -95,14 +97,16 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
                   int n_out) {
     follow_predecessor();
     extern __shared__ __align__(16) __half shared[];
-    Item item;
-    if (!PICK_ITEM(item, blockIdx.y)) return;
     Projection down = {addresses, n_pages, first_page, rows_per_page, page_factor, row_bytes};
     int first = blockIdx.x * TILE_N, mine = first + tile_weight_row();
+    ItemRow weight_row;
+    weight_row.ask(item_pages, down, blockIdx.y, min(mine, n_out - 1));
+    Item item;
+    if (!PICK_ITEM(item, blockIdx.y)) return;
     TileInput in;
     in.x = hidden;
     in.width = n_hidden;
-    in.weight_row = mine < n_out ? expert_row(down, item.expert, mine) : nullptr;
+    in.weight_row = mine < n_out ? weight_row.at(down, item.expert, mine) : nullptr;
 #pragma unroll
     for (int i = 0; i < X_COPIES; i++) {
         int m = tile_x_row(i);

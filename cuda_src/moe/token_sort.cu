@@ -3,6 +3,7 @@
 //   order[..]   assignments, by expert, then by index
 //   items[g]    {expert, first place in order, count <= item_tokens, 0}, in the order of experts
 //   n_items     their number
+//   item_pages  where the pages of each item's expert lie: its row of the table, where item_pages is not null
 //
 // moe_sort: up to 1024 assignments in one block. More: moe_sort_count (a block per 1024 assignments), moe_sort_scan (one
 // block), moe_sort_place (as moe_sort_count). An expert that is not active gets places and no items. Blocks have 1024
@@ -42,9 +43,10 @@ __device__ __forceinline__ int exclusive_scan(int value, int* partial, int& tota
     return before;
 }
 
-// From the number of assignments of expert threadIdx.x: its first place; writes its items.
+// From the number of assignments of expert threadIdx.x: its first place; writes its items and their pages.
 __device__ __forceinline__ int plan_expert(int count, const bool* active, int n_experts, int item_tokens, int4* items,
-                                           int* n_items, int* partial) {
+                                           int* n_items, const i64* addresses, i64* item_pages, int n_pages,
+                                           int* partial) {
     int expert = threadIdx.x, n_places, n_tiles;
     int first = exclusive_scan(count, partial, n_places);
     bool readable = expert < n_experts && (active == nullptr || active[expert]);
@@ -53,6 +55,21 @@ __device__ __forceinline__ int plan_expert(int count, const bool* active, int n_
     for (int i = 0; i < tiles; i++)
         items[at + i] = make_int4(expert, first + i * item_tokens, min(item_tokens, count - i * item_tokens), 0);
     if (threadIdx.x == 0) *n_items = n_tiles;
+#if !CONTIGUOUS_EXPERTS
+    if (item_pages != nullptr && tiles > 0) {
+        for (int page = 0; page < n_pages; page += 8) {
+            i64 found[8];  // under way at the same time
+#pragma unroll
+            for (int j = 0; j < 8; j++) found[j] = page + j < n_pages ? addresses[expert * n_pages + page + j] : 0;
+            for (int i = 0; i < tiles; i++) {
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    if (page + j < n_pages) item_pages[(at + i) * n_pages + page + j] = found[j];
+                }
+            }
+        }
+    }
+#endif
     return first;
 }
 
@@ -78,12 +95,17 @@ __device__ __forceinline__ int rank_in_block(u8 (*counts)[MAX_EXPERTS], int expe
 }
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
-    moe_sort(const int* ids,      // [n]
-             const bool* active,  // [n_experts], or null = all
-             int* order,          // [n]
-             int4* items,         // [max items]
-             int* n_items,        // [1]
-             int n, int n_experts, int item_tokens) {
+    moe_sort(const int* ids,        // [n]
+             const bool* active,    // [n_experts], or null = all
+             int* order,            // [n]
+             int4* items,           // [max items]
+             int* n_items,          // [1]
+             const i64* addresses,  // [n_experts, n_pages]
+             i64* item_pages,       // [max items, n_pages], or null
+             int n_pages, int n, int n_experts, int item_tokens) {
+#if !CONTIGUOUS_EXPERTS
+    if (item_pages != nullptr) fetch_ahead(addresses, (i64)sizeof(i64) * n_experts * n_pages);
+#endif
     follow_predecessor();
     __shared__ __align__(16) u8 counts[32][MAX_EXPERTS];
     __shared__ int partial[33], first[MAX_EXPERTS];
@@ -91,7 +113,8 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     int rank = count_in_warp(counts, expert, n_experts);
     int count = 0;
     for (int warp = 0; warp < (n + 31) / 32; warp++) count += counts[warp][threadIdx.x];
-    first[threadIdx.x] = plan_expert(count, active, n_experts, item_tokens, items, n_items, partial);
+    first[threadIdx.x] = plan_expert(count, active, n_experts, item_tokens, items, n_items, addresses, item_pages,
+                                     n_pages, partial);
     __syncthreads();
     if (expert < n_experts) order[first[expert] + rank_in_block(counts, expert, rank)] = threadIdx.x;
 }
@@ -111,18 +134,24 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
 }
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
-    moe_sort_scan(int* block_counts,   // [blocks, n_experts]; becomes each block's first places
-                  const bool* active,  // [n_experts], or null = all
-                  int4* items,         // [max items]
-                  int* n_items,        // [1]
-                  int n_blocks, int n_experts, int item_tokens) {
+    moe_sort_scan(int* block_counts,     // [blocks, n_experts]; becomes each block's first places
+                  const bool* active,    // [n_experts], or null = all
+                  int4* items,           // [max items]
+                  int* n_items,          // [1]
+                  const i64* addresses,  // [n_experts, n_pages]
+                  i64* item_pages,       // [max items, n_pages], or null
+                  int n_pages, int n_blocks, int n_experts, int item_tokens) {
+#if !CONTIGUOUS_EXPERTS
+    if (item_pages != nullptr) fetch_ahead(addresses, (i64)sizeof(i64) * n_experts * n_pages);
+#endif
     follow_predecessor();
     __shared__ int partial[33];
     int expert = threadIdx.x, count = 0;
     if (expert < n_experts) {
         for (int b = 0; b < n_blocks; b++) count += block_counts[b * n_experts + expert];
     }
-    int place = plan_expert(count, active, n_experts, item_tokens, items, n_items, partial);
+    int place = plan_expert(count, active, n_experts, item_tokens, items, n_items, addresses, item_pages, n_pages,
+                            partial);
     if (expert < n_experts) {
         for (int b = 0; b < n_blocks; b++) {
             int here = block_counts[b * n_experts + expert];

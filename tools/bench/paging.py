@@ -5,8 +5,8 @@
 A layer of Qwen3-30B-A3B (128 experts, 8 of them a token), Q4_K with down in Q4_K and in Q6_K. Both sides launch
 what the engine launches for gate/up and down, with the same grids; only where rows lie differs: in scattered pages
 of a pool and, for the rest of the experts, in loading buffers; or in tensors as a file holds them, by kernels that
-look nothing up (-DCONTIGUOUS_EXPERTS=1). Sorting and scaling, which read no weights, are left out. The results must
-be equal, bit by bit.
+look nothing up (-DCONTIGUOUS_EXPERTS=1). The sort is measured with them, since it copies rows of the table; scaling,
+which reads neither table nor weights, is left out. The results must be equal, bit by bit.
 
 Launches go over several layers in one graph, so that weights are not found in the cache; the two graphs alternate,
 and the median of the ratios counts. "noise" is the same ratio of the contiguous side with itself. Last, the rate at
@@ -43,6 +43,7 @@ from rimuru.ops.base import ExpertTable  # noqa: E402
 from rimuru.ops.cuda.launch import Kernel  # noqa: E402
 
 N_IN = 2048
+MEASURED = ("moe_sort", "moe_gate_up", "moe_down")
 PAGE_BYTES = 432 * 1024
 SHARES = (0.5, 0.75, 1.0)
 """Of the experts in pool pages."""
@@ -72,12 +73,12 @@ class Launch:
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Launches of experts' products inside, which are also done."""
+    """Launches of the measured kernels inside, which are also done."""
     launches: list[Launch] = []
     launch = Kernel.__call__
 
     def note(kernel: Kernel, grid: Any, block: Any, args: Any, **named: Any) -> None:
-        if kernel.name.startswith(("moe_gate_up", "moe_down")):
+        if kernel.name.startswith(MEASURED):
             launches.append(Launch(kernel, grid, block, tuple(args), named))
         launch(kernel, grid, block, args, **named)
 
@@ -349,7 +350,7 @@ def compile_kernels(ops: Any, tokens: Sequence[int]) -> None:
             with rehearsal() as found:
                 run_layer(ops, x, ids, ExpertTable(layout, PAGE_BYTES, addresses, {}))
             used |= found
-    products = [k for k in used if k.name.startswith(("moe_gate_up", "moe_down"))]
+    products = [k for k in used if k.name.startswith(MEASURED)]
     ops.compile([*used, *map(contiguous_kernel, products)])
     for kernel, shared_bytes in used.items():
         kernel.load(shared_bytes)

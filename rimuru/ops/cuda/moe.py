@@ -50,8 +50,9 @@ STRIP_WARPS = 8
 """Warps of a block of the strip kernels, 16 weight rows each."""
 
 _DOWN_WARPS = 8
+_ITEM_PAGES = 16  # most pages of an expert that are listed with every item
 _MAX_SUM_SLOTS = 32  # experts of a token where down and the weighted sum are one kernel (moe/moe_decode.cu)
-_ITEMS = "items: *, n_items: i32*, order: i32*, ids: i32*, active: bool*, n_experts: i32, top_k: i32"
+_ITEMS = "items: *, item_pages: i64*, n_items: i32*, order: i32*, ids: i32*, active: bool*, n_experts: i32, top_k: i32"
 _PAGES = "addresses: i64*, n_pages: i32"
 _UP_PAGES = (
     "gate_first_page: i32, gate_rows_per_page: i32, gate_page_factor: i32, gate_row_bytes: i32,"
@@ -82,6 +83,7 @@ class ExpertBuffers:
     half_scales: Array | None  # float32 [A]
     order: Array  # int32 [A], assignments by expert
     items: Array  # int32 [max items, 4]
+    item_pages: Array  # int64 [max items, pages of an expert], as far as there are
     n_items: Array  # int32 [1]
     block_counts: Array  # int32 [ceil(A / 1024), n_experts]
     left: _Left | None = None  # what `moe_experts` left to `moe_combine`
@@ -103,6 +105,7 @@ def moe_scratch(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: bool =
         cupy.empty(n, np.float32) if halves else None,
         cupy.empty(n, np.int32),
         cupy.empty((n, 4), np.int32),
+        cupy.empty(n * _ITEM_PAGES, np.int64),
         cupy.empty(1, np.int32),
         cupy.empty((ceil_div(n, sorting.THREADS), spec.n_experts), np.int32),
     )
@@ -112,7 +115,9 @@ def moe_scratch(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: bool =
 def moe_scratch_bytes(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: bool = False) -> int:
     """Bytes that `moe_scratch` takes; for the ledger."""
     n, hidden = max_tokens * spec.top_k, spec.width
-    total = n * (4 * hidden + 4 * n_in + 4 + 16) + 4 + 4 * ceil_div(n, sorting.THREADS) * spec.n_experts
+    total = (
+        n * (4 * hidden + 4 * n_in + 4 + 16 + 8 * _ITEM_PAGES) + 4 + 4 * ceil_div(n, sorting.THREADS) * spec.n_experts
+    )
     if hidden % ACT_BLOCK == 0:
         total += n * (hidden + 8 * (hidden // ACT_BLOCK))
         if _has_halves(max_tokens, spec, n_in, deterministic):
@@ -132,11 +137,15 @@ def on_tensor_cores(n_tokens: int, load: float) -> bool:
 
 
 _SCALED: tuple[dict[str, int | str], dict[str, int | str]] = ({}, {"EXPERT_FACTORS": 1})
+_LISTED: tuple[dict[str, int | str], dict[str, int | str]] = ({}, {"ITEM_PAGES": 1})
 
 
 @cache
-def up_kernel(gate: str | None, up: str, tile: int, lanes: int, rows: int, scaled: bool = False) -> Kernel:
-    """gate_up for few tokens; gate None = no gate. scaled: the experts have factors."""
+def up_kernel(
+    gate: str | None, up: str, tile: int, lanes: int, rows: int, scaled: bool = False, listed: bool = False
+) -> Kernel:
+    """gate_up for few tokens; gate None = no gate. scaled: the experts have factors. listed: every item has a list of
+    its expert's pages."""
     signature = (
         f"x_f32: f32*, x_values: i8*, x_scales: f32*, x_sums: i32*, width: i32, {_ITEMS}, {_PAGES}, {_UP_PAGES},"
         "gate_bias: f32*, up_bias: f32*, hidden: f32*, act_values: i8*, act_scales: f32*, act_sums: i32*,"
@@ -146,11 +155,11 @@ def up_kernel(gate: str | None, up: str, tile: int, lanes: int, rows: int, scale
         "FORMAT_GATE": gate or up, "FORMAT_UP": up, "GATED": int(gate is not None), "TOKEN_TILE": tile,
         "ROW_LANES": lanes, "LANE_ROWS": rows,
     }  # fmt: skip
-    return Kernel("moe/moe_decode.cu", "moe_gate_up", signature, defines | _SCALED[scaled])
+    return Kernel("moe/moe_decode.cu", "moe_gate_up", signature, defines | _SCALED[scaled] | _LISTED[listed])
 
 
 @cache
-def down_kernel(down: str, tile: int, lanes: int, rows: int, scaled: bool = False) -> Kernel:
+def down_kernel(down: str, tile: int, lanes: int, rows: int, scaled: bool = False, listed: bool = False) -> Kernel:
     """down for few tokens."""
     signature = (
         f"h_f32: f32*, h_values: i8*, h_scales: f32*, h_sums: i32*, n_hidden: i32, {_ITEMS}, {_PAGES}, {_DOWN_PAGES},"
@@ -159,7 +168,7 @@ def down_kernel(down: str, tile: int, lanes: int, rows: int, scaled: bool = Fals
     defines: dict[str, int | str] = {
         "FORMAT_DOWN": down, "TOKEN_TILE": tile, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": _DOWN_WARPS,
     }  # fmt: skip
-    return Kernel("moe/moe_decode.cu", "moe_down", signature, defines | _SCALED[scaled])
+    return Kernel("moe/moe_decode.cu", "moe_down", signature, defines | _SCALED[scaled] | _LISTED[listed])
 
 
 @cache
@@ -226,25 +235,25 @@ def _matrix_shape(load: float, ahead: bool) -> Shape:
 
 
 @cache
-def up_matrix_kernel(gate: str | None, up: str, shape: Shape, scaled: bool = False) -> Kernel:
+def up_matrix_kernel(gate: str | None, up: str, shape: Shape, scaled: bool = False, listed: bool = False) -> Kernel:
     """gate_up on tensor cores; gate None = no gate."""
     signature = (
         f"x: f16*, x_scales: f32*, width: i32, {_ITEMS}, {_PAGES}, {_UP_PAGES},"
         "gate_bias: f32*, up_bias: f32*, hidden: f32*, n_hidden: i32, activation: i32"
     )
     formats: dict[str, int | str] = {"FORMAT_GATE": gate or up, "FORMAT_UP": up, "GATED": int(gate is not None)}
-    family, defines = shape.family, formats | shape.defines() | _SCALED[scaled]
+    family, defines = shape.family, formats | shape.defines() | _SCALED[scaled] | _LISTED[listed]
     return Kernel(f"moe/moe_{family}.cu", f"moe_gate_up_{family}", signature, defines)
 
 
 @cache
-def down_matrix_kernel(down: str, shape: Shape, scaled: bool = False) -> Kernel:
+def down_matrix_kernel(down: str, shape: Shape, scaled: bool = False, listed: bool = False) -> Kernel:
     """down on tensor cores."""
     signature = (
         f"hidden: f16*, h_scales: f32*, n_hidden: i32, {_ITEMS}, {_PAGES}, {_DOWN_PAGES},"
         "bias: f32*, out: f32*, n_out: i32"
     )
-    family, defines = shape.family, {"FORMAT_DOWN": down} | shape.defines() | _SCALED[scaled]
+    family, defines = shape.family, {"FORMAT_DOWN": down} | shape.defines() | _SCALED[scaled] | _LISTED[listed]
     return Kernel(f"moe/moe_{family}.cu", f"moe_down_{family}", signature, defines)
 
 
@@ -286,6 +295,10 @@ class _Call:
 
     def down_pages(self, down: ProjectionLayout) -> tuple[Any, ...]:
         return (self.table.addresses, self.table.layout.n_pages, *page_arguments(down))
+
+    @property
+    def listed(self) -> bool:
+        return self.item_arguments[1] is not None
 
     @property
     def scaled(self) -> bool:
@@ -345,11 +358,12 @@ def moe_experts(
     with_halves = buffers.halves is not None and x.quant is not None and x.quant.halves is not None
     on_matrices = with_halves and on_tensor_cores(n_tokens, load)
     tile = up_matrix_shape(load).tokens if on_matrices else dot_tile(n_tokens, load)
-    items, n_items, order, max_items = None, None, None, ids.size
+    items, item_pages, n_items, order, max_items = None, None, None, None, ids.size
     if tile > 1:
-        max_items = sorting.sort_assignments(ids, active, n_experts, tile, buffers)
+        item_pages = buffers.item_pages if table.layout.n_pages <= _ITEM_PAGES else None
+        max_items = sorting.sort_assignments(ids, active, table, tile, item_pages, buffers)
         items, n_items, order = buffers.items, buffers.n_items, buffers.order
-    arguments = (items, n_items, order, ids, active, n_experts, top_k)
+    arguments = (items, item_pages, n_items, order, ids, active, n_experts, top_k)
     call = _Call(x, table, spec, buffers, scratch.out, arguments, max_items)
     # Where every expert can be read now, this call is the only one before the sum.
     leaves_down = tile == 1 and scratch.only_summed and active is None and top_k <= _MAX_SUM_SLOTS
@@ -367,7 +381,7 @@ def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: Projection
     lanes, rows = up_shape(up.n_in, tile)
     x_forms = (None, None, None) if quant is None else (quant.values, quant.scales, quant.sums)
     hidden_forms = (buffers.values, buffers.scales, buffers.sums)
-    up_kernel(gate_name, up.format.name, tile, lanes, rows, call.scaled)(
+    up_kernel(gate_name, up.format.name, tile, lanes, rows, call.scaled, call.listed)(
         (ceil_div(up.n_rows, ACT_BLOCK), call.max_items),
         (32 * lanes // rows,),
         (
@@ -378,7 +392,7 @@ def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: Projection
     if buffers.left is not None:
         return
     lanes, rows = down_shape(down.n_in, tile)
-    down_kernel(down.format.name, tile, lanes, rows, call.scaled)(
+    down_kernel(down.format.name, tile, lanes, rows, call.scaled, call.listed)(
         (ceil_div(down.n_rows, _DOWN_WARPS * (32 // lanes) * rows), call.max_items),
         (_DOWN_WARPS * 32,),
         (buffers.hidden, *hidden_forms, down.n_in, *call.down_arguments(down)),
@@ -401,7 +415,7 @@ def _experts_on_tensor_cores(
     buffers, x, gate = call.buffers, call.x, call.projection("gate")
     make_halves(x, n_assignments // call.spec.top_k)
     shape = up_matrix_shape(load)
-    up_matrix_kernel(None if gate is None else gate.format.name, up.format.name, shape, call.scaled)(
+    up_matrix_kernel(None if gate is None else gate.format.name, up.format.name, shape, call.scaled, call.listed)(
         (ceil_div(up.n_rows, shape.rows if gate is None else shape.rows // 2), call.max_items),
         (shape.threads,),
         (
@@ -412,7 +426,7 @@ def _experts_on_tensor_cores(
     )  # fmt: skip
     scale_halves(buffers.hidden, buffers.halves, buffers.half_scales, n_assignments)
     shape = down_matrix_shape(load)
-    down_matrix_kernel(down.format.name, shape, call.scaled)(
+    down_matrix_kernel(down.format.name, shape, call.scaled, call.listed)(
         (ceil_div(down.n_rows, shape.rows), call.max_items),
         (shape.threads,),
         (buffers.halves, buffers.half_scales, down.n_in, *call.down_arguments(down)),
@@ -428,18 +442,20 @@ def experts_kernels(
     assert up is not None and down is not None
     gate_name = None if gate is None else gate.format.name
     found: dict[int, Kernel] = {}
+    lists = layout.n_pages <= _ITEM_PAGES
     for n_tokens in range(1, max_tokens + 1):
         load = n_tokens * spec.top_k / layout.n_experts
         if _has_halves(n_tokens, spec, up.n_in, deterministic):
             pair = (
-                up_matrix_kernel(gate_name, up.format.name, up_matrix_shape(load), scaled),
-                down_matrix_kernel(down.format.name, down_matrix_shape(load), scaled),
+                up_matrix_kernel(gate_name, up.format.name, up_matrix_shape(load), scaled, lists),
+                down_matrix_kernel(down.format.name, down_matrix_shape(load), scaled, lists),
             )
         else:
             tile = dot_tile(n_tokens, load)
+            listed = lists and tile > 1
             pair = (
-                up_kernel(gate_name, up.format.name, tile, *up_shape(up.n_in, tile), scaled),
-                down_kernel(down.format.name, tile, *down_shape(down.n_in, tile), scaled),
+                up_kernel(gate_name, up.format.name, tile, *up_shape(up.n_in, tile), scaled, listed),
+                down_kernel(down.format.name, tile, *down_shape(down.n_in, tile), scaled, listed),
             )
         if dot_tile(n_tokens, load) == 1:
             kernel = down_sum_kernel(down.format.name, *down_shape(down.n_in, 1), spec.top_k, scaled)
