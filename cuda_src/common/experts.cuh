@@ -127,3 +127,27 @@ __device__ __forceinline__ bool pick_item(const int4* items, const int* n_items,
 __device__ __forceinline__ int item_assignment(const int4* items, const int* order, const Item& item, int i) {
     return items == nullptr ? item.first + i : order[item.first + i];
 }
+
+// Whose products a thread of a tensor-core kernel holds: of N tiles of tokens the two columns token(j, c), j < N, c < 2. All
+// is asked for before the first store, after which the compiler may not move loads.
+template <int N>
+struct SumTokens {
+    int assignment[N][2];
+    float scale[N][2];
+
+    // scales: of an activation row, which `sharing` assignments have in common
+    template <class Token>
+    __device__ __forceinline__ void ask(const int4* items, const int* order, const Item& item, const float* scales, int sharing,
+                                        Token token) {
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+#pragma unroll
+            for (int c = 0; c < 2; c++) assignment[j][c] = item_assignment(items, order, item, min(token(j, c), item.count - 1));
+        }
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+#pragma unroll
+            for (int c = 0; c < 2; c++) scale[j][c] = scales[assignment[j][c] / sharing];
+        }
+    }
+};

@@ -47,14 +47,15 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     StripSums sums;
     auto x_row = [&](int i) { return item_assignment(items, order, item, i) / top_k; };
     if (!strip_product<FORMAT_GATE, FORMAT_UP>(lower, upper, x, width, x_row, item.count, shared, sums)) return;
+    SumTokens<TOKEN_TILES> tokens;
+    tokens.ask(items, order, item, x_scales, top_k, [](int j, int c) { return strip_token(j, c); });
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            int i = strip_token(j, c);
-            if (i >= item.count) continue;
-            int a = item_assignment(items, order, item, i);
-            float x_scale = x_scales[a / top_k];
+            if (strip_token(j, c) >= item.count) continue;
+            int a = tokens.assignment[j][c];
+            float x_scale = tokens.scale[j][c];
             float first = sums[j][c] * x_scale, second = sums[j][c + 2] * x_scale;
             float* at = hidden + (i64)a * n_hidden;
             if (GATED) {
@@ -97,14 +98,16 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     StripSums sums;
     auto x_row = [&](int i) { return item_assignment(items, order, item, i); };
     if (!strip_product<FORMAT_DOWN, FORMAT_DOWN>(lower, upper, hidden, n_hidden, x_row, item.count, shared, sums)) return;
+    SumTokens<TOKEN_TILES> tokens;
+    tokens.ask(items, order, item, h_scales, 1, [](int j, int c) { return strip_token(j, c); });
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) {
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            int i = strip_token(j, c), n = row + (c & 2) * 4;
-            if (i >= item.count || n >= n_out) continue;
-            i64 a = item_assignment(items, order, item, i);
-            out[a * n_out + n] = finish_product(sums[j][c] * h_scales[a], bias, item.expert, n_out, n);
+            int n = row + (c & 2) * 4;
+            if (strip_token(j, c) >= item.count || n >= n_out) continue;
+            i64 a = tokens.assignment[j][c & 1];
+            out[a * n_out + n] = finish_product(sums[j][c] * tokens.scale[j][c & 1], bias, item.expert, n_out, n);
         }
     }
 }

@@ -53,14 +53,15 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
     }
     TileSums sums;
     if (!tile_product<FORMAT_GATE, FORMAT_UP>(in, shared, sums)) return;
+    SumTokens<FRAGMENTS_M> tokens;
+    tokens.ask(items, order, item, x_scales, top_k, [](int j, int c) { return sum_token(j, c); });
 #pragma unroll
     for (int j = 0; j < FRAGMENTS_M; j++) {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            int m = sum_token(j, c);
-            if (m >= item.count) continue;
-            int a = item_assignment(items, order, item, m);
-            float x_scale = x_scales[a / top_k];
+            if (sum_token(j, c) >= item.count) continue;
+            int a = tokens.assignment[j][c];
+            float x_scale = tokens.scale[j][c];
 #pragma unroll
             for (int i = 0; i < FRAGMENTS_N; i++) {
                 float lower = sums[i][j][c] * x_scale, upper = sums[i][j][c + 2] * x_scale;
@@ -114,14 +115,15 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
     }
     TileSums sums;
     if (!tile_product<FORMAT_DOWN, FORMAT_DOWN>(in, shared, sums)) return;
+    SumTokens<FRAGMENTS_M> tokens;
+    tokens.ask(items, order, item, h_scales, 1, [](int j, int c) { return sum_token(j, c); });
 #pragma unroll
     for (int j = 0; j < FRAGMENTS_M; j++) {
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            int m = sum_token(j, c);
-            if (m >= item.count) continue;
-            i64 a = item_assignment(items, order, item, m);
-            float h_scale = h_scales[a];
+            if (sum_token(j, c) >= item.count) continue;
+            i64 a = tokens.assignment[j][c & 1];
+            float h_scale = tokens.scale[j][c & 1];
 #pragma unroll
             for (int i = 0; i < FRAGMENTS_N; i++) {
                 int n = first + sum_row(i, c);
