@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rimuru.base.errors import BadInputError, RimuruError
+from rimuru.base.shield import Shield
 from rimuru.base.units import parse_bytes
 from rimuru.config import EngineConfig
 from rimuru.engine.build import LoadedModel, load_model
@@ -29,7 +31,8 @@ class LLM:
 
     `model` is a GGUF (any part of a split set, or its folder) or a `.rimuru` folder. The keywords are those of
     EngineConfig. All methods may be called from several threads: requests that are in flight at the same time are
-    batched, and each gets exactly what it gets alone.
+    batched, and each gets exactly what it gets alone. After an exception (Ctrl-C among them) it can be used on; what
+    was asked for by the call that it left is cancelled.
     """
 
     def __init__(
@@ -72,9 +75,16 @@ class LLM:
             seed=seed,
             **more,
         )
+        if not isinstance(model, (str, Path)) or not str(model):
+            raise BadInputError(f"the model is the name of a file or folder, got {model!r}")
+        if progress is not None and not callable(progress):
+            raise BadInputError(f"progress is called with (stage, done, total); {progress!r} cannot be called")
+        self._shield = Shield()
+        """Whatever changes the engine goes through it: an interrupt never leaves a step half done."""
         self._loaded: LoadedModel | None = load_model(Path(model), config, progress)
         self._lock = threading.Lock()
-        self._outputs: dict[int, TextOutput] = {}
+        self._outputs: dict[int, tuple[Sequence, weakref.ref[TextOutput]]] = {}
+        """Answers by sequence. One that nobody holds any more (its caller was interrupted) is cancelled."""
         self._scorings: set[Generator[list[np.ndarray], None, None]] = set()
         """Texts whose rows of logits have not all been taken."""
 
@@ -97,11 +107,15 @@ class LLM:
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a raw prompt, with BOS as the file says."""
+        if not isinstance(text, str):
+            raise BadInputError(f"tokenize takes a string, not {type(text).__name__}")
         return self._need_tokenizer().encode_prompt(text)
 
     def detokenize(self, ids: Seq[int]) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
-        return self._need_tokenizer().decode(list(ids))
+        if not isinstance(ids, (Seq, np.ndarray)) or isinstance(ids, (str, bytes)) or not _are_ids(ids):
+            raise BadInputError(f"detokenize takes a list of token ids, got {_shortened(ids)}")
+        return self._need_tokenizer().decode([int(i) for i in ids])
 
     def _need_tokenizer(self) -> Any:
         if self.loaded.tokenizer is None:
@@ -117,13 +131,15 @@ class LLM:
         batch = self._as_batch(prompts)
         params = params or SamplingParams()
         outputs: list[list[TextOutput]] = []
+        was_left = threading.Event()
         try:
             for ids in batch:  # inside, so that a prompt that is refused takes those before it along
-                outputs.append(self._start(ids, params))
-            self._run_until([o for answers in outputs for o in answers])
+                outputs.append(self._shield.call(self._start, ids, params))
+            self._shield.call(self._run_until, [o for answers in outputs for o in answers], was_left)
             return [self._collect(answers) for answers in outputs]
         finally:
-            self._forget([o for answers in outputs for o in answers])
+            was_left.set()
+            self._shield.call(self._forget, [o for answers in outputs for o in answers])
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """The answer as it comes. Leaving the loop early cancels the request."""
@@ -172,29 +188,52 @@ class LLM:
         self._scorings.add(pieces)
         try:
             while True:
-                with self._lock:  # not while the caller looks at the rows
-                    rows = next(pieces, None) if self.loaded else None
+                rows = self._shield.call(self._next_rows, pieces)
                 if rows is None:
                     return
                 yield from rows
         finally:
-            with self._lock:
-                pieces.close()
-                self._scorings.discard(pieces)
+            self._shield.call(self._end_scoring, pieces)
+
+    def _next_rows(self, pieces: Generator[list[np.ndarray], None, None]) -> list[np.ndarray] | None:
+        with self._lock:  # not while the caller looks at the rows
+            return next(pieces, None) if self.loaded else None
+
+    def _end_scoring(self, pieces: Generator[list[np.ndarray], None, None]) -> None:
+        with self._lock:
+            pieces.close()
+            self._scorings.discard(pieces)
+
+    def cancel_all(self) -> None:
+        """End all answers in flight before the engine's next step. For any thread, and for handlers of signals."""
+        for sequence, _ in list(self._outputs.values()):
+            self.loaded.engine.abort(sequence)
 
     # ---- memory
     def memory(self) -> dict[str, Any]:
         """The pool as numbers (keys: design of `/v1/memory`)."""
+        return self._shield.call(self._memory)
+
+    def _memory(self) -> dict[str, Any]:
         with self._lock:
+            self._cancel_left()
             return self.loaded.memory_report()
 
     def resize(self, memory: int | str) -> None:
         """Change the memory budget while requests run."""
+        self._shield.call(self._resize, parse_bytes(memory))
+
+    def _resize(self, memory_bytes: int) -> None:
         with self._lock:
-            self.loaded.resize(parse_bytes(memory))
+            self.loaded.resize(memory_bytes)
 
     def close(self) -> None:
         """Give everything back. Further calls raise."""
+        if self._loaded is not None:
+            self._shield.call(self._close)
+            self._shield.close()
+
+    def _close(self) -> None:
         with self._lock:
             if self._loaded is not None:
                 for pieces in self._scorings:
@@ -221,7 +260,7 @@ class LLM:
             return self.tokenize(prompt)
         if not isinstance(prompt, (Seq, np.ndarray)) or isinstance(prompt, bytes):
             raise BadInputError(f"a prompt is a string or a list of token ids, not {type(prompt).__name__}")
-        if not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in prompt):
+        if not _are_ids(prompt):
             raise BadInputError("a prompt is a string or a list of token ids")
         return [int(i) for i in prompt]
 
@@ -237,20 +276,31 @@ class LLM:
             engine, tokenizer = self.loaded.engine, self.loaded.tokenizer
             answers = [TextOutput(engine.add(ids, params, index), tokenizer) for index in range(params.n)]
             for output in answers:
-                self._outputs[output.sequence.seq_id] = output
+                self._outputs[output.sequence.seq_id] = (output.sequence, weakref.ref(output))
             return answers
 
     def _step(self) -> None:
         """One step of the engine, and the new tokens' text. The lock is held, so any waiting thread may do it."""
+        self._cancel_left()
         engine = self.loaded.engine
         report = engine.step()
         for sequence in report.advanced:
-            output = self._outputs.get(sequence.seq_id)
-            if output is not None and output.advance():
+            _, output = self._outputs.get(sequence.seq_id, (None, _nothing))
+            found = output()
+            if found is not None and found.advance():
                 engine.finish(sequence)
 
-    def _run_until(self, outputs: list[TextOutput]) -> None:
-        while not all(output.sequence.is_finished for output in outputs):
+    def _cancel_left(self) -> None:
+        """End answers that nobody can take any more. The lock is held."""
+        for seq_id, (sequence, output) in list(self._outputs.items()):
+            if output() is None:
+                del self._outputs[seq_id]
+                if not sequence.is_finished and self._loaded is not None:
+                    self._cancel(sequence)
+
+    def _run_until(self, outputs: list[TextOutput], was_left: threading.Event) -> None:
+        """Steps until all are finished, or until their caller has gone."""
+        while not was_left.is_set() and not all(output.sequence.is_finished for output in outputs):
             with self._lock:
                 if not all(output.sequence.is_finished for output in outputs):
                     self._step()
@@ -273,13 +323,10 @@ class LLM:
     def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[Piece]:
         if params.n != 1:
             raise BadInputError("stream gives one answer: n must be 1")
-        (output,) = self._start(ids, params)
+        (output,) = self._shield.call(self._start, ids, params)
         try:
             while True:
-                with self._lock:
-                    if not output.sequence.is_finished:
-                        self._step()
-                    piece = output.take_piece()
+                piece = self._shield.call(self._next_piece, output)
                 if output.sequence.error is not None:
                     raise output.sequence.error
                 if piece is not None:
@@ -287,4 +334,23 @@ class LLM:
                 if output.sequence.is_finished:
                     return
         finally:
-            self._forget([output])
+            self._shield.call(self._forget, [output])
+
+    def _next_piece(self, output: TextOutput) -> Piece | None:
+        with self._lock:
+            if not output.sequence.is_finished:
+                self._step()
+            return output.take_piece()
+
+
+def _nothing() -> None:
+    """Stands for the reference to an output that is not there."""
+
+
+def _are_ids(values: Any) -> bool:
+    return all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in values)
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

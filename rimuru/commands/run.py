@@ -181,12 +181,11 @@ class Chat:
     @contextlib.contextmanager
     def _stoppable(self) -> Iterator[threading.Event]:
         """Ctrl-C ends the answer before the engine's next step, never in the middle of one; sets the event."""
-        engine, was_stopped = self.llm.loaded.engine, threading.Event()
+        was_stopped = threading.Event()
 
         def stop(number: int, frame: FrameType | None) -> None:
             was_stopped.set()
-            for sequence in [*engine.scheduler.running, *engine.scheduler.waiting]:
-                engine.abort(sequence)
+            self.llm.cancel_all()
 
         before = signal.signal(signal.SIGINT, stop)
         try:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -33,20 +33,38 @@ _STATE, _GENERATION, _PARKED = 0, 1 * _LINE, 3 * _LINE  # a line of their own ea
 _WORKER, _CONTEXT, _USABLE = 2 * _LINE, 2 * _LINE + 1, 2 * _LINE + 2
 
 _I64 = types.int64
+_FUTEX = {"x86_64": 202, "aarch64": 98}[platform.machine()]
+"""Number of Linux's system call for sleeping on a word of memory: compiled code needs no lock of Python's for it."""
+_WAIT, _WAKE = 128, 129  # FUTEX_WAIT and FUTEX_WAKE, both private to this process; the word is the int64's low half
+_syscall: Any = types.ExternalFunction("syscall", _I64(_I64, _I64, _I64, _I64, _I64))
+_sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
 
 
-@njit(_I64(_I64, _I64, _I64, _I64), cache=True, nogil=True, fastmath=False)
-def _open(pool: int, worker: int, context: int, n_threads: int) -> int:
-    """Announce work; the number of threads that sleep."""
+@njit(types.void(_I64, _I64, _I64, _I64), cache=True, nogil=True, fastmath=False)
+def _launch(pool: int, worker: int, context: int, n_threads: int) -> None:
+    """Announce work, wake who sleeps, take part, and wait until nobody is at work.
+
+    One call, because a signal (Ctrl-C) can raise an exception between any two steps of Python code: then threads would
+    still write to arrays that their owner has freed, or a launch would stay open for ever.
+    """
     p = i64_at(pool, (3 + n_threads) * _LINE)
     p[_WORKER] = worker
     p[_CONTEXT] = context
     fetch_add(pool + _GENERATION * 8, 1)
     fetch_add(pool + _STATE * 8, _OPEN)
+    for i in range(1, p[_USABLE]):
+        parked = pool + (_PARKED + i * _LINE) * 8
+        if load_atomic(parked) == 1 and exchange(parked, 0) == 1:
+            _syscall(_FUTEX, parked, _WAKE, 1, 0)
+    call(worker, (context, 0))
+    inside = fetch_add(pool + _STATE * 8, -_OPEN) - _OPEN
     n = 0
-    for i in range(1, n_threads):
-        n += load_atomic(pool + (_PARKED + i * _LINE) * 8)
-    return n
+    while inside != 0:
+        pause()
+        n += 1
+        if n > _SPINS:
+            _sched_yield()
+        inside = load_atomic(pool + _STATE * 8)
 
 
 @njit(types.void(_I64, _I64), cache=True, nogil=True, fastmath=False)
@@ -54,30 +72,19 @@ def _run_here(worker: int, context: int) -> None:
     call(worker, (context, 0))
 
 
-@njit(_I64(_I64, _I64, _I64), cache=True, nogil=True, fastmath=False)
-def _run_and_close(pool: int, worker: int, context: int) -> int:
-    """Take part, then let nobody else in; the number of threads still at work after some waiting."""
-    call(worker, (context, 0))
-    inside = fetch_add(pool + _STATE * 8, -_OPEN) - _OPEN
-    for _ in range(_SPINS):
-        if inside == 0:
-            return 0
-        pause()
-        inside = load_atomic(pool + _STATE * 8)
-    return inside
-
-
-@njit(_I64(_I64), cache=True, nogil=True, fastmath=False)
-def _inside(pool: int) -> int:
-    return load_atomic(pool + _STATE * 8)
-
-
-@njit(_I64(_I64, _I64, _I64, _I64), cache=True, nogil=True, fastmath=False)
-def _serve(pool: int, index: int, served: int, spins: int) -> int:
-    """Take part in launches until none has come for some time; the generation served last."""
-    state, generation = pool + _STATE * 8, pool + _GENERATION * 8
-    idle = 0
-    while idle < spins:
+@njit(types.void(_I64, _I64), cache=True, nogil=True, fastmath=False)
+def _serve(pool: int, index: int) -> None:
+    """Take part in launches for ever: spin for some time after one, then sleep until the next."""
+    state, generation, parked = pool + _STATE * 8, pool + _GENERATION * 8, pool + (_PARKED + index * _LINE) * 8
+    served, idle = 0, 0
+    while True:
+        if idle >= _SPINS:
+            idle = 0
+            # whoever turns the flag back to 0 first decides that this thread is awake
+            exchange(parked, 1)
+            if load_atomic(state) < _OPEN or load_atomic(generation) == served or exchange(parked, 0) == 0:
+                while load_atomic(parked) == 1:
+                    _syscall(_FUTEX, parked, _WAIT, 1, 0)
         if load_atomic(generation) == served or load_atomic(state) < _OPEN:
             pause()
             idle += 1
@@ -91,12 +98,6 @@ def _serve(pool: int, index: int, served: int, spins: int) -> int:
                 idle = 0
         fetch_add(state, -1)
         idle += 1
-    return served
-
-
-@njit(_I64(_I64, _I64), cache=True, nogil=True, fastmath=False)
-def _swap(address: int, value: int) -> int:
-    return exchange(address, value)
 
 
 class _Pool:
@@ -106,37 +107,20 @@ class _Pool:
         self.n_threads = n_threads
         self.usable = n_threads
         self.pid = os.getpid()
-        self.memory = np.zeros((3 + n_threads) * _LINE, np.int64)
+        self.memory = aligned_empty((3 + n_threads) * _LINE * 8).view(np.int64)
+        self.memory[:] = 0
         self.memory[_USABLE] = n_threads
         self.address = address_of(self.memory)
         self.lock = threading.Lock()
-        self.gates = [threading.Lock() for _ in range(n_threads)]
         for i in range(1, n_threads):
-            self.gates[i].acquire()
             threading.Thread(target=self._thread, args=(i,), name=f"rimuru-cpu-{i}", daemon=True).start()
 
-    def _parked(self, i: int) -> int:
-        return self.address + (_PARKED + i * _LINE) * 8
-
     def _thread(self, i: int) -> None:
-        served = 0
-        while True:
-            served = _serve(self.address, i, served, _SPINS)
-            # sleep; whoever turns the flag back to 0 first decides who opens the gate
-            _swap(self._parked(i), 1)
-            if _inside(self.address) >= _OPEN and self.memory[_GENERATION] != served and _swap(self._parked(i), 0) == 1:
-                continue
-            self.gates[i].acquire()
+        _serve(self.address, i)  # `self` keeps the memory for as long as the thread is there
 
     def launch(self, worker: int, context: int) -> None:
         with self.lock:
-            if _open(self.address, worker, context, self.n_threads):
-                for i in range(1, self.usable):
-                    if _swap(self._parked(i), 0) == 1:
-                        self.gates[i].release()
-            if _run_and_close(self.address, worker, context):
-                while _inside(self.address):
-                    time.sleep(0)
+            _launch(self.address, worker, context, self.n_threads)
 
 
 _pool: _Pool | None = None
