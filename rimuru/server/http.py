@@ -51,6 +51,7 @@ from rimuru.server.stream import ClientLeftError, Reply, event_stream, while_con
 Model = TypeVar("Model", bound=BaseModel)
 Result = TypeVar("Result")
 LARGE_BODY_BYTES = 64 << 10
+JSON_VALUES = 20_000
 _PAGE_TYPES = {"dashboard.css": "text/css", "dashboard.js": "text/javascript"}
 
 
@@ -254,7 +255,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", openapi_extra=body_of(schema.TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         body = await service.read(request, schema.TokenizeRequest)
-        return JsonResponse(await service.work(request, _tokenize, service, body))
+        return Response(await service.work(request, _tokenize, service, body), media_type="application/json")
 
     @app.post("/detokenize", openapi_extra=body_of(schema.DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
@@ -269,18 +270,26 @@ def _add_text(app: FastAPI, service: Service) -> None:
         return JsonResponse({"prompt": rendered.text})
 
 
-def _tokenize(service: Service, body: schema.TokenizeRequest) -> dict[str, Any]:
+def _tokenize(service: Service, body: schema.TokenizeRequest) -> bytes:
     tokenizer = service.preparer.tokenizer
     ids = tokenizer.encode(body.the_text(), body.parse_special, body.add_special and tokenizer.add_bos)
-    reply = {"tokens": ids, "count": len(ids), "max_model_len": service.preparer.context_length}
+    parts = [b'{"tokens":', _list_json(ids)]
     if body.with_pieces:
-        reply["pieces"] = [tokenizer.token_text(i) for i in ids]
-    return reply
+        parts += [b',"pieces":', _list_json([tokenizer.token_text(i) for i in ids])]
+    counts = {"count": len(ids), "max_model_len": service.preparer.context_length}
+    return b"".join([*parts, b",", to_json(counts)[1:]])
+
+
+def _list_json(values: list[Any]) -> bytes:
+    """A list as JSON, some of it at a time: the encoder lets no other thread run before it is done."""
+    parts = (values[i : i + JSON_VALUES] for i in range(0, len(values), JSON_VALUES))
+    return b"[" + b",".join(to_json(part)[1:-1] for part in parts) + b"]"
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
     loop = service.loop
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         if not loop.is_alive:

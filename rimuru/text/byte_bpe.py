@@ -10,6 +10,8 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from rimuru.text.pretokenize import GEMMA4_PATTERN, PreTokenizer
 
+MOST_LOCKED_CHARACTERS = 4096
+"""A millisecond's work."""
 SPACE_MARK = "\u2581"
 """Stands for a space in the tokens of SentencePiece and gemma4 vocabularies."""
 
@@ -46,6 +48,16 @@ def parse_merges(lines: Iterable[str]) -> list[tuple[str, str]]:
     return list(merges)
 
 
+def _producible(ids: Mapping[str, int], hidden: AbstractSet[int]) -> dict[str, int]:
+    """The tokens that encoding may give. Those whose bytes are no UTF-8 (surrogate escapes here) stand for no text: a
+    model may answer with them, and nothing is encoded to them."""
+    return {text: i for text, i in ids.items() if i not in hidden and (text.isascii() or _is_utf8(text))}
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 class ByteLevelBpe:
     """Encodes text without special tokens. Thread-safe."""
 
@@ -58,7 +70,7 @@ class ByteLevelBpe:
         kind: PreTokenizer,
     ) -> None:
         """ids: token text -> id below n_vocab; `hidden` ids are never produced from text (control tokens)."""
-        vocab = {text: token_id for text, token_id in ids.items() if token_id not in hidden}
+        vocab = _producible(ids, hidden)
         # The library wants every byte and every merge result to be a token. What the file lacks gets an id from
         # n_vocab on, and is written out byte by byte afterwards, as the format's rules say.
         self._n_vocab = n_vocab
@@ -87,17 +99,26 @@ class ByteLevelBpe:
     def encode(self, text: str, after_special: bool) -> list[int]:
         """Ids of a text piece; for this kind it makes no difference what stands before it."""
         del after_special
-        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        ids = _library_ids(self._library, text)
         if self._spelled and ids and max(ids) >= self._n_vocab:
             return [part for i in ids for part in (self._spelled[i - self._n_vocab] if i >= self._n_vocab else (i,))]
         return ids
+
+
+def _library_ids(library: LibraryTokenizer, text: str) -> list[int]:
+    """The library's ids of a text. Its `encode` holds the interpreter's lock until it is done, seconds for megabytes;
+    for a batch, here of one, it lets other threads run."""
+    if len(text) <= MOST_LOCKED_CHARACTERS:
+        return library.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+    encode_batch = getattr(library, "encode_batch_fast", library.encode_batch)  # which leaves out offsets, where it is
+    return encode_batch([text], add_special_tokens=False)[0].ids  # type: ignore[no-any-return]
 
 
 class CharacterBpe:
     """The `gemma4` kind: BPE on characters, spaces as U+2581, unknown characters as byte tokens `<0xXX>`."""
 
     def __init__(self, ids: Mapping[str, int], hidden: AbstractSet[int], merge_lines: Iterable[str]) -> None:
-        vocab = {text: token_id for text, token_id in ids.items() if token_id not in hidden}
+        vocab = _producible(ids, hidden)
         merges = [(a, b) for a, b in parse_merges(merge_lines) if a in vocab and b in vocab and a + b in vocab]
         self._library = LibraryTokenizer(models.BPE(vocab, merges, byte_fallback=True))
         self._library.normalizer = normalizers.Replace(" ", SPACE_MARK)
@@ -106,5 +127,5 @@ class CharacterBpe:
     def encode(self, text: str, after_special: bool) -> list[int]:
         """Ids of a text piece; for this kind it makes no difference what stands before it."""
         del after_special
-        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        ids = _library_ids(self._library, text)
         return ids

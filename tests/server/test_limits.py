@@ -294,3 +294,21 @@ def test_pages_of_other_origins_are_refused(script: Any, script_file: Path) -> N
         asked = {"Origin": "http://friend.example", "Access-Control-Request-Method": "POST"}
         assert server.http.options("/v1/completions", headers=asked).status_code == 200
         assert server.http.get("/v1/models", headers={"Origin": "http://evil.example"}).status_code == 403
+
+
+def test_health_answers_while_a_long_text_is_tokenized(script: Running) -> None:
+    """Encoding a megabyte takes a good part of a second, and putting its ids into JSON too."""
+    text = "ab 12 " * 200_000
+    with ThreadPoolExecutor(1) as threads, httpx.Client(base_url=script.url, timeout=60) as other:
+        reply = threads.submit(script.post, "/tokenize", {"content": text})
+        n = 0
+        while not reply.done():
+            assert other.get("/health").status_code == 200
+            n += 1
+    tokens = reply.result().json()["tokens"]
+    assert script.llm.detokenize(tokens) == text and reply.result().json()["count"] == len(tokens) == len(text)
+    assert n >= 20
+    assert other.is_closed and script.http.head("/health").status_code == 200
+    pieces = script.post("/tokenize", {"content": "ab", "with_pieces": True}).json()
+    assert pieces["pieces"] == ["a", "b"] and pieces["count"] == 2
+    assert script.post("/tokenize", {"content": ""}).json()["tokens"] == []

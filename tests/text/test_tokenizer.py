@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +16,7 @@ from small_vocab import CHATML, MERGES, SPM_PIECES, SPM_SCORES, byte_level, spm,
 
 from rimuru.base.errors import BadInputError, FileFormatError, UnsupportedModelError
 from rimuru.formats.gguf import open_gguf
+from rimuru.text import byte_bpe
 from rimuru.text.byte_bpe import BYTE_TO_CHARACTER, parse_merges
 from rimuru.text.tokenizer import Tokenizer
 
@@ -70,6 +73,57 @@ def test_words_without_a_token_are_spelled_in_bytes(tmp_path: Path) -> None:
     assert tokenizer.encode("hello") == [tokenizer.token_id(c) for c in "hello"]
     assert tokenizer.encode("hello!12") == [tokenizer.token_id(c) for c in "hello12"]
     assert tokenizer.encode("he") == [tokenizer.token_id("he")]
+
+
+def test_tokens_that_are_no_utf8_can_be_answered_and_are_never_encoded(tmp_path: Path) -> None:
+    """Damaged or odd vocabularies hold them, next to tokens that a merge makes and to control tokens."""
+    for specials, kind in ((("#one#", "#two#"), 3), (("#one#", "#two#"), 1)):
+        byte_level(tmp_path, specials=specials, special_type=kind)
+        damaged = tmp_path / "damaged.gguf"
+        data = (tmp_path / "byte_level.gguf").read_bytes()
+        assert data.count(b"#one#") == 1
+        damaged.write_bytes(data.replace(b"#one#", b"\xff\xfeone"))
+        tokenizer = Tokenizer.from_gguf(damaged)
+        token_id = tokenizer.n_vocab - 2
+        assert tokenizer.token_bytes(token_id) == b"\xff\xfeone"
+        assert tokenizer.decode([token_id], special=True) == "\ufffd\ufffdone"
+        for text in ("hello one", "\ufffd\ufffdone", "\udcff\udcfeone"):
+            ids = tokenizer.encode(text, special=True)
+            assert token_id not in ids and "one" in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("text", ["x", "ab ", "  \n", "12345", "é ab\U0001f600's ", "<|im", "hello天"])
+def test_long_texts_get_the_ids_of_the_short_way(
+    small_bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    text *= 6000 // len(text) + 1
+    monkeypatch.setattr(byte_bpe, "MOST_LOCKED_CHARACTERS", len(text))
+    short_way = small_bpe.encode(text)
+    monkeypatch.setattr(byte_bpe, "MOST_LOCKED_CHARACTERS", 0)
+    assert small_bpe.encode(text) == short_way and small_bpe.decode(short_way) == text
+    assert [small_bpe.encode(word) for word in ("", "a", "hello")] == [
+        [], [small_bpe.token_id("a")], [small_bpe.token_id("hello")]
+    ]  # fmt: skip
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(small_bpe: Tokenizer) -> None:
+    text, turns, is_over = "ab 12 hello " * 100_000, 0, threading.Event()
+
+    def take_turns() -> None:
+        nonlocal turns
+        while not is_over.is_set():
+            time.sleep(0.001)
+            turns += 1
+
+    thread = threading.Thread(target=take_turns)
+    thread.start()
+    library = small_bpe._encoder._library  # type: ignore[attr-defined]
+    before = turns
+    ids = byte_bpe._library_ids(library, text)
+    after = turns
+    is_over.set()
+    thread.join()
+    assert len(ids) >= 500_000 and after - before >= 10
 
 
 def test_ignore_merges_takes_whole_words(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rimuru.text import byte_bpe
 from rimuru.text.tokenizer import Tokenizer
 
 SEPARATOR = "\n__ggml_vocab_test__\n"
@@ -87,3 +88,9 @@ def test_long_texts_are_quick(qwen2: Tokenizer, llama_spm: Tokenizer) -> None:
         ids = tokenizer.encode(text, special=True)
         assert time.perf_counter() - start < 3.0  # far above the 0.05 s that it takes, far below anything quadratic
         assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "qwen2"])
+def test_all_vectors_the_way_of_long_texts(shared: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(byte_bpe, "MOST_LOCKED_CHARACTERS", 0)
+    test_all_vectors(shared, name)
