@@ -31,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(args, "model", None) == "":  # a path would take it for the current folder
             raise BadInputError("the model's name is empty")
         module, function = args.command.rsplit(".", 1)
-        return int(getattr(importlib.import_module(f"rimuru.commands.{module}"), function)(args))
+        code = int(getattr(importlib.import_module(f"rimuru.commands.{module}"), function)(args))
+        sys.stdout.flush()  # here, where it can still be told that the output went nowhere
+        return code
     except RimuruError as error:
         print(f"rimuru: {one_line(error)}", file=sys.stderr)
         return error.exit_code
@@ -39,11 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("rimuru: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # keeps the exit from flushing into the void
+        _drop_output()
         return 1
-    except OSError as error:  # a full disk under stdout, for one
-        print(f"rimuru: {one_line(error)}", file=sys.stderr)
-        return 1
+    except OSError as error:  # a full disk under stdout, a file that may not be read
+        _drop_output()
+        named = f": {error.filename}" if error.filename else ""
+        print(f"rimuru: {error.strerror or one_line(error)}{named}; check the files and the output", file=sys.stderr)
+        return 2
     except MemoryError:
         print("rimuru: out of memory; give a smaller --memory", file=sys.stderr)
         return 1
@@ -51,6 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.debug("the error's origin", exc_info=True)
         print(f"rimuru: internal error: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
         return 1
+
+
+def _drop_output() -> None:
+    """Keep the exit from flushing what cannot be written."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Parser(argparse.ArgumentParser):

@@ -18,7 +18,7 @@ from rimuru.base.units import parse_bytes
 from rimuru.config import EngineConfig
 from rimuru.engine.build import LoadedModel, load_model
 from rimuru.engine.output import TextOutput
-from rimuru.request import Completion, Piece, SamplingParams, Sequence
+from rimuru.request import Completion, Piece, SamplingParams, Sequence, shown
 
 Prompt = str | Seq[int]
 
@@ -76,9 +76,13 @@ class LLM:
             **more,
         )
         if not isinstance(model, (str, Path)) or not str(model):
-            raise BadInputError(f"the model is the name of a file or folder, got {model!r}")
+            raise BadInputError(f"the model is the name of a file or folder, got {shown(model)}")
+        try:
+            Path(model).exists()
+        except OSError as error:  # a name that no file can have, a folder that may not be looked into
+            raise BadInputError(f"cannot open {shown(str(model))}: {error.strerror or error}") from None
         if progress is not None and not callable(progress):
-            raise BadInputError(f"progress is called with (stage, done, total); {progress!r} cannot be called")
+            raise BadInputError(f"progress is called with (stage, done, total); {shown(progress)} cannot be called")
         self._shield = Shield()
         """Whatever changes the engine goes through it: an interrupt never leaves a step half done."""
         self._loaded: LoadedModel | None = load_model(Path(model), config, progress)
@@ -114,7 +118,7 @@ class LLM:
     def detokenize(self, ids: Seq[int]) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
         if not isinstance(ids, (Seq, np.ndarray)) or isinstance(ids, (str, bytes)) or not _are_ids(ids):
-            raise BadInputError(f"detokenize takes a list of token ids, got {_shortened(ids)}")
+            raise BadInputError(f"detokenize takes a list of token ids, got {shown(ids)}")
         return self._need_tokenizer().decode([int(i) for i in ids])
 
     def _need_tokenizer(self) -> Any:
@@ -129,7 +133,7 @@ class LLM:
         A prompt is text or a list of token ids. With params.n > 1 the further answers are in `.alternatives`.
         """
         batch = self._as_batch(prompts)
-        params = params or SamplingParams()
+        params = _as_params(params)
         outputs: list[list[TextOutput]] = []
         was_left = threading.Event()
         try:
@@ -144,7 +148,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """The answer as it comes. Leaving the loop early cancels the request."""
         ids = self._as_ids(prompt)
-        yield from self._stream(ids, params or SamplingParams())
+        yield from self._stream(ids, _as_params(params))
 
     def chat(
         self,
@@ -165,7 +169,7 @@ class LLM:
 
     def stream_chat(self, messages: Seq[Mapping[str, Any]], params: SamplingParams | None = None) -> Iterator[Piece]:
         """Like `stream`, for a conversation."""
-        yield from self._stream(self.chat_ids(messages), params or SamplingParams())
+        yield from self._stream(self.chat_ids(messages), _as_params(params))
 
     def logits(self, token_ids: Seq[int], chunk: int | None = None) -> np.ndarray:
         """float32 [n, n_vocab]: next-token logits after each of the n tokens, which start at position 0.
@@ -180,7 +184,7 @@ class LLM:
         may be called before all rows were taken."""
         ids = self._as_ids(token_ids)
         if chunk is not None and (not isinstance(chunk, (int, np.integer)) or chunk < 1):
-            raise BadInputError(f"chunk must be a whole number of at least 1, got {chunk!r}")
+            raise BadInputError(f"chunk must be a whole number of at least 1, got {shown(chunk)}")
         if len(ids) > self.context_length:
             raise BadInputError(f"{len(ids)} tokens do not fit in the context of {self.context_length}")
         self._check_ids(ids)
@@ -274,9 +278,11 @@ class LLM:
     def _start(self, ids: list[int], params: SamplingParams) -> list[TextOutput]:
         with self._lock:
             engine, tokenizer = self.loaded.engine, self.loaded.tokenizer
-            answers = [TextOutput(engine.add(ids, params, index), tokenizer) for index in range(params.n)]
-            for output in answers:
+            answers = []
+            for index in range(params.n):
+                output = TextOutput(engine.add(ids, params, index), tokenizer)
                 self._outputs[output.sequence.seq_id] = (output.sequence, weakref.ref(output))
+                answers.append(output)
             return answers
 
     def _step(self) -> None:
@@ -326,31 +332,33 @@ class LLM:
         (output,) = self._shield.call(self._start, ids, params)
         try:
             while True:
-                piece = self._shield.call(self._next_piece, output)
+                piece, is_last = self._shield.call(self._next_piece, output)
                 if output.sequence.error is not None:
                     raise output.sequence.error
                 if piece is not None:
                     yield piece
-                if output.sequence.is_finished:
+                if is_last:
                     return
         finally:
             self._shield.call(self._forget, [output])
 
-    def _next_piece(self, output: TextOutput) -> Piece | None:
+    def _next_piece(self, output: TextOutput) -> tuple[Piece | None, bool]:
+        """What has come, and whether nothing more will: other calls may finish the answer while its reader is busy."""
         with self._lock:
             if not output.sequence.is_finished:
                 self._step()
-            return output.take_piece()
+            return output.take_piece(), output.sequence.is_finished
 
 
 def _nothing() -> None:
     """Stands for the reference to an output that is not there."""
 
 
+def _as_params(params: SamplingParams | None) -> SamplingParams:
+    if params is not None and not isinstance(params, SamplingParams):
+        raise BadInputError(f"params is a SamplingParams, not {type(params).__name__}")
+    return params or SamplingParams()
+
+
 def _are_ids(values: Any) -> bool:
     return all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in values)
-
-
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

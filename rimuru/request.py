@@ -16,6 +16,11 @@ FinishReason = Literal["stop", "length"]
 State = Literal["waiting", "running", "finished"]
 MAX_NUMBER = 1e6
 """Temperatures and penalties up to here: beyond it they only bring float32 to its ends."""
+MAX_COUNT = 2**31 - 1
+"""Counts up to here: more tokens, candidates or alternatives exist nowhere, and kernels count in int32."""
+MAX_ANSWERS = 128
+"""Of one request."""
+_MAX_BIAS = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class SamplingParams:
     temperature 0 takes the best token (lowest id on ties). top_k 0, top_p 1 and min_p 0 are off. The repetition
     penalty counts prompt and output tokens once each, frequency and presence penalties output tokens only.
     `logprobs` = how many alternatives to report with each token (0 with `want_logprobs` reports the token alone);
-    they are log-softmax values of the model's own logits, before any filter.
+    they are log-softmax values of the model's own logits, before any filter. `n` is at most MAX_ANSWERS.
     """
 
     max_tokens: int = 256
@@ -46,10 +51,12 @@ class SamplingParams:
     want_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        _require_int("max_tokens", self.max_tokens, 0)
-        _require_int("top_k", self.top_k, 0)
-        _require_int("logprobs", self.logprobs, 0)
-        _require_int("n", self.n, 1)
+        for name, least in (("max_tokens", 0), ("top_k", 0), ("logprobs", 0), ("n", 1)):
+            value = getattr(self, name)
+            _require_int(name, value, least)
+            object.__setattr__(self, name, min(int(value), MAX_COUNT))
+        if self.n > MAX_ANSWERS:
+            raise BadInputError(f"n must be at most {MAX_ANSWERS}, got {shown(self.n)}")
         _require_range("temperature", self.temperature, 0.0, MAX_NUMBER)
         _require_range("top_p", self.top_p, 0.0, 1.0)
         _require_range("min_p", self.min_p, 0.0, 1.0)
@@ -61,14 +68,16 @@ class SamplingParams:
             raise BadInputError("stop must be a string or a list of strings")
         object.__setattr__(self, "stop", tuple(s for s in stops if s))
         if self.seed is not None and not isinstance(self.seed, (int, np.integer)):
-            raise BadInputError(f"seed must be a whole number, got {self.seed!r}")
+            raise BadInputError(f"seed must be a whole number, got {shown(self.seed)}")
         if not isinstance(self.logit_bias, (Mapping, type(None))):
-            raise BadInputError(f"logit_bias maps token ids to numbers; got {self.logit_bias!r}")
+            raise BadInputError(f"logit_bias maps token ids to numbers; got {shown(self.logit_bias)}")
         bias = {} if self.logit_bias is None else dict(self.logit_bias)
         for token_id, value in bias.items():
-            number = isinstance(value, (int, float, np.integer, np.floating)) and not math.isnan(float(value))
-            if not isinstance(token_id, (int, np.integer)) or not number:
-                raise BadInputError(f"logit_bias maps token ids to numbers; got {token_id!r}: {value!r}")
+            number = _as_float(value)
+            if not isinstance(token_id, (int, np.integer)) or math.isnan(number):
+                raise BadInputError(f"logit_bias maps token ids to numbers; got {shown(token_id)}: {shown(value)}")
+            # what float32 cannot hold forbids a token, or forces it, as infinity does
+            bias[token_id] = math.copysign(math.inf, number) if abs(number) > _MAX_BIAS else number
         object.__setattr__(self, "logit_bias", bias)
 
     @property
@@ -76,17 +85,36 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+def shown(value: object) -> str:
+    """A value for a message: its repr, shortened."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes out no number of more than a few thousand digits
+        text = f"a {type(value).__name__} that is too long to show"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _as_float(value: object) -> float:
+    """A number of any type as float, beyond its range infinite; NaN for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 def _require_int(name: str, value: object, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
-        raise BadInputError(f"{name} must be a whole number of at least {low}, got {value!r}")
+        raise BadInputError(f"{name} must be a whole number of at least {low}, got {shown(value)}")
 
 
 def _require_range(name: str, value: object, low: float, high: float) -> None:
-    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not number or not math.isfinite(float(value)):  # type: ignore[arg-type]
-        raise BadInputError(f"{name} must be a finite number, got {value!r}")
-    if not low <= value <= high:  # type: ignore[operator]
-        raise BadInputError(f"{name} must be at least {low:g} and at most {high:g}, got {value!r}")
+    number = _as_float(value)
+    if not math.isfinite(number):
+        raise BadInputError(f"{name} must be a finite number, got {shown(value)}")
+    if not low <= number <= high:
+        raise BadInputError(f"{name} must be at least {low:g} and at most {high:g}, got {shown(value)}")
 
 
 @dataclass(slots=True)

@@ -55,6 +55,7 @@ class AuditError(RimuruError):
 class StoreReadError(RimuruError):
     """Expert weights could not be read from disk, or their checksum is wrong."""
 
+    exit_code = 2
     http_status = 503
     code = "store_read_error"
 

@@ -27,6 +27,8 @@ _SUFFIX_BYTES = {
     "gib": GIB,
     "tib": 1 << 40,
 }
+_MOST_BYTES = 1 << 60
+"""A larger size means as much as there is, too."""
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -46,13 +48,15 @@ def parse_bytes(text: str | int | float) -> int:
     Raises BadInputError for anything else, for negative and for non-finite values.
     """
     if isinstance(text, (int, float)) and not isinstance(text, bool):
-        if not math.isfinite(text) or text < 0:
-            raise BadInputError(f"a size must be a finite number of bytes, at least 0; got {text}")
-        return int(text)
-    match = _SIZE.fullmatch(str(text))
+        if not 0 <= text < math.inf:
+            shown = "a negative number" if text < 0 else text
+            raise BadInputError(f"a size must be a finite number of bytes, at least 0; got {shown}")
+        return min(int(text), _MOST_BYTES)
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None or match.group(2).lower() not in _SUFFIX_BYTES:
-        raise BadInputError(f"cannot read the size {text!r}; write it like 8GiB, 14GB or 512MiB")
-    return int(float(match.group(1)) * _SUFFIX_BYTES[match.group(2).lower()])
+        shown = repr(text) if len(repr(text)) <= 80 else repr(text)[:77] + "..."
+        raise BadInputError(f"cannot read the size {shown}; write it like 8GiB, 14GB or 512MiB")
+    return int(min(float(match.group(1)) * _SUFFIX_BYTES[match.group(2).lower()], _MOST_BYTES))
 
 
 def human_bytes(n: int | float) -> str:

@@ -6,13 +6,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rimuru.request import SamplingParams
+from rimuru.request import MAX_ANSWERS, SamplingParams
 from rimuru.server.errors import FieldError, NotSupportedError
 
-MAX_ANSWERS = 128
 MAX_STOPS = 32
 MAX_TOP_LOGPROBS = 20
-MAX_INT = 2**31 - 1
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -66,7 +64,7 @@ class SamplingFields(Body):
         return SamplingParams(
             max_tokens=self.token_limit(context_length),
             temperature=_or(self.temperature, 1.0),
-            top_k=min(max(_or(self.top_k, 0), 0), MAX_INT),  # -1 is another server's way of saying off
+            top_k=max(_or(self.top_k, 0), 0),  # -1 is another server's way of saying off
             top_p=_or(self.top_p, 1.0),
             min_p=_or(self.min_p, 0.0),
             repetition_penalty=_or(self.repetition_penalty, 1.0),

@@ -9,12 +9,12 @@ from typing import Any
 
 from rimuru.base.errors import BadInputError, ContextLengthError
 from rimuru.engine.build import LoadedModel
-from rimuru.request import SamplingParams, TokenConstraint
+from rimuru.request import MAX_ANSWERS, SamplingParams, TokenConstraint
 from rimuru.server.answer_parser import AnswerParser, AnswerReader, ReasoningSplitter
 from rimuru.server.errors import FieldError
 from rimuru.server.grammar import GrammarCompiler, ReasoningState, schema_of_response_format
 from rimuru.server.harmony import HarmonyParser
-from rimuru.server.openai_schema import MAX_ANSWERS, ChatRequest, CompletionRequest, SamplingFields, TemplateRequest
+from rimuru.server.openai_schema import ChatRequest, CompletionRequest, SamplingFields, TemplateRequest
 from rimuru.server.tool_calls import CallCounter, ToolCallParser, function_of
 from rimuru.server.tool_formats import HARMONY, reasoning_format, tool_format
 from rimuru.text.guard import RenderedChat

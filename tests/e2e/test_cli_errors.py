@@ -96,3 +96,27 @@ def test_option_errors_of_the_parser(arguments: list[str], needle: str) -> None:
 def test_no_arguments_show_the_help() -> None:
     result = subprocess.run([sys.executable, "-m", "rimuru"], capture_output=True, text=True)
     assert result.returncode == 2 and "usage" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", [["inspect", "--memory", "8MiB"], ["run", "-p", "x", "-n", "2", "-q"]])
+def test_output_that_cannot_be_written_is_one_line(tiny_models: Path, command: list[str]) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("there is no /dev/full")
+    arguments = [sys.executable, "-m", "rimuru", command[0], str(tiny_models / "tiny.gguf"), *command[1:]]
+    with full.open("w") as nowhere:
+        result = subprocess.run([*arguments, "--device", "cpu"], stdout=nowhere, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 2, result.stderr
+    assert len(result.stderr.splitlines()) == 1 and "No space left" in result.stderr
+
+
+def test_damaged_experts_are_bad_input(capsys: pytest.CaptureFixture[str], tiny_models: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny.rimuru"
+    assert main(["convert", str(tiny_models / "tiny.gguf"), "-o", str(folder), "-q"]) == 0
+    blob = max((p for p in folder.iterdir() if p.is_file()), key=lambda p: p.stat().st_size)
+    data = bytearray(blob.read_bytes())
+    for at in range(0, len(data), 512):
+        data[at] ^= 0x55
+    blob.write_bytes(data)
+    capsys.readouterr()
+    refused(capsys, ["run", str(folder), "-p", "x", "-n", "2", "-q", "--device", "cpu"], "damaged")

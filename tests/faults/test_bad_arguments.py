@@ -63,12 +63,77 @@ def test_pieces_that_are_none(llm: LLM, chunk: Any) -> None:
         {"min_p": float("nan")}, {"repetition_penalty": 0}, {"repetition_penalty": 1e-300},
         {"presence_penalty": float("inf")}, {"frequency_penalty": 1e300}, {"stop": 5}, {"stop": [1]},
         {"seed": "a"}, {"logit_bias": {0: float("nan")}}, {"logit_bias": {"a": 1.0}}, {"logit_bias": [1]},
-        {"logit_bias": {0: "x"}}, {"logprobs": -1}, {"n": 0},
+        {"logit_bias": {0: "x"}}, {"logprobs": -1}, {"n": 0}, {"n": 129}, {"n": 10**9}, {"n": True}, {"n": 10**5000},
+        {"temperature": 10**400}, {"temperature": -(10**5000)}, {"top_p": 10**400}, {"max_tokens": -(10**5000)},
+        {"temperature": True}, {"logit_bias": {0: True}}, {"logit_bias": {1.5: 1.0}}, {"seed": 1.5},
     ],
 )  # fmt: skip
 def test_sampling_values(values: dict[str, Any]) -> None:
-    with pytest.raises(BadInputError):
+    with pytest.raises(BadInputError) as refused:
         SamplingParams(**values)
+    assert len(str(refused.value)) < 300 and "\n" not in str(refused.value)
+
+
+HUGE = (10**9, 2**31 - 1, 2**31, 2**63, 10**23, 10**400)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"top_k": n} for n in HUGE), *({"max_tokens": n} for n in HUGE), *({"logprobs": n} for n in HUGE),
+        *({"seed": n} for n in HUGE), *({"logit_bias": {66: -float(x)}} for x in (1e308, 3.5e38, 1e6)),
+        {"logit_bias": {66: -(10**400)}}, {"logit_bias": {66: float("-inf")}}, {"n": 128},
+    ],
+)  # fmt: skip
+def test_huge_values_neither_fail_nor_reach_batch_mates(llm: LLM, values: dict[str, Any]) -> None:
+    """Whatever SamplingParams lets through, the step takes; a mate in the same step gets what it gets alone."""
+    params = SamplingParams(**{"max_tokens": 30, "temperature": 0.0, **values})
+    mate = llm.stream("A", GREEDY)
+    text = next(mate).text
+    answer = llm.generate("0" if "max_tokens" not in values else "A", params)[0]
+    assert len(answer.token_ids) >= 1 and len(answer.alternatives) == params.n - 1
+    assert text + "".join(piece.text for piece in mate) == ALPHABET[1:]
+
+
+def test_token_ids_of_biases_lie_in_the_vocabulary(llm: LLM) -> None:
+    for token_id in (-1, 10**6, 2**31, 10**23):
+        with pytest.raises(BadInputError, match="vocabulary"):
+            llm.generate("A", SamplingParams(logit_bias={token_id: 1.0}, n=2))
+    assert not llm.loaded.engine.has_work
+
+
+@pytest.mark.parametrize("ids", [["a"], None, "abc", [1.5], [True], b"ab", 5, [-1], [10**9], [10**400], {1: 2}])
+def test_detokenize(llm: LLM, ids: Any) -> None:
+    with pytest.raises(BadInputError):
+        llm.detokenize(ids)
+
+
+@pytest.mark.parametrize("text", [None, 5, b"x", [1], ["x"]])
+def test_tokenize(llm: LLM, text: Any) -> None:
+    with pytest.raises(BadInputError):
+        llm.tokenize(text)
+
+
+@pytest.mark.parametrize("name", [None, 5, b"path", "", [], "a\0b", "n" * 5000])
+def test_models_that_are_none(name: Any) -> None:
+    with pytest.raises(BadInputError) as refused:
+        LLM(name)
+    assert len(str(refused.value)) < 6000
+
+
+def test_other_arguments(llm: LLM, model: Path) -> None:
+    for call in (
+        lambda: LLM(model, progress=5), lambda: LLM(model, device=None), lambda: LLM(model, seed=1.5),
+        lambda: LLM(model, memory=-(10**400)), lambda: LLM(model, threads=-(10**400)), lambda: LLM(model, context=10**400),
+        lambda: llm.generate("A", {"n": 1}), lambda: llm.generate("A", 5), lambda: llm.resize(None),
+        lambda: llm.chat(None), lambda: llm.chat("hello"), lambda: llm.chat([5]), lambda: llm.chat([]),
+        lambda: llm.logits(None), lambda: llm.logits("") , lambda: llm.logits([10**400]),
+        lambda: next(llm.stream(None)), lambda: next(llm.stream("A", 5)),
+    ):  # fmt: skip
+        with pytest.raises(BadInputError):
+            call()
+    assert llm.generate("A", GREEDY)[0].text == ALPHABET[1:]
 
 
 @pytest.mark.filterwarnings("error")
