@@ -125,7 +125,8 @@ def test_models_that_are_none(name: Any) -> None:
 def test_other_arguments(llm: LLM, model: Path) -> None:
     for call in (
         lambda: LLM(model, progress=5), lambda: LLM(model, device=None), lambda: LLM(model, seed=1.5),
-        lambda: LLM(model, memory=-(10**400)), lambda: LLM(model, threads=-(10**400)), lambda: LLM(model, context=10**400),
+        lambda: LLM(model, memory=-(10**400)), lambda: LLM(model, threads=-(10**400)),
+        lambda: LLM(model, context=10**400),
         lambda: llm.generate("A", {"n": 1}), lambda: llm.generate("A", 5), lambda: llm.resize(None),
         lambda: llm.chat(None), lambda: llm.chat("hello"), lambda: llm.chat([5]), lambda: llm.chat([]),
         lambda: llm.logits(None), lambda: llm.logits("") , lambda: llm.logits([10**400]),
