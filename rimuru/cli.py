@@ -13,6 +13,7 @@ from typing import NoReturn
 from rimuru import __version__
 from rimuru.base.errors import BadInputError, RimuruError
 from rimuru.base.log import LEVELS, setup_logging
+from rimuru.base.screen import brief
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,8 @@ def number_list(text: str) -> list[int]:
 
 
 def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    """Its message for a terminal: whatever a damaged file put into it, it stays short and harmless."""
+    return brief(str(error))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -31,8 +31,8 @@ class LLM:
 
     `model` is a GGUF (any part of a split set, or its folder) or a `.rimuru` folder. The keywords are those of
     EngineConfig. All methods may be called from several threads: requests that are in flight at the same time are
-    batched, and each gets exactly what it gets alone. After an exception (Ctrl-C among them) it can be used on; what
-    was asked for by the call that it left is cancelled.
+    batched, and each gets exactly what it gets alone; only `logits` and `score` begin when none is. After an exception
+    (Ctrl-C among them) it can be used on; what was asked for by the call that it left is cancelled.
     """
 
     def __init__(
@@ -172,7 +172,8 @@ class LLM:
         yield from self._stream(self.chat_ids(messages), _as_params(params))
 
     def logits(self, token_ids: Seq[int], chunk: int | None = None) -> np.ndarray:
-        """float32 [n, n_vocab]: next-token logits after each of the n tokens, which start at position 0.
+        """float32 [n, n_vocab]: next-token logits after each of the n tokens, which start at position 0. Raises
+        BadInputError while requests are in flight.
 
         `chunk` = tokens per forward pass (default: as many as fit, within 256 MiB of logits); it does not change the
         result on the CPU.
@@ -180,8 +181,8 @@ class LLM:
         return np.concatenate(list(self.score(token_ids, chunk)))
 
     def score(self, token_ids: Seq[int], chunk: int | None = None) -> Iterator[np.ndarray]:
-        """The rows of `logits` in order, a few at a time, for texts whose logits would not fit in memory. Other methods
-        may be called before all rows were taken."""
+        """The rows of `logits` in order, a few at a time, for texts whose logits would not fit in memory. Raises
+        BadInputError, at the first row, while requests are in flight; once it has begun other methods may be called."""
         ids = self._as_ids(token_ids)
         if chunk is not None and (not isinstance(chunk, (int, np.integer)) or chunk < 1):
             raise BadInputError(f"chunk must be a whole number of at least 1, got {shown(chunk)}")
@@ -201,6 +202,7 @@ class LLM:
 
     def _next_rows(self, pieces: Generator[list[np.ndarray], None, None]) -> list[np.ndarray] | None:
         with self._lock:  # not while the caller looks at the rows
+            self._cancel_left()
             return next(pieces, None) if self.loaded else None
 
     def _end_scoring(self, pieces: Generator[list[np.ndarray], None, None]) -> None:

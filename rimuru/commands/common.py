@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,16 +21,59 @@ from rimuru.commands.forecast import after_loading
 from rimuru.config import EngineConfig
 from rimuru.llm import LLM
 
+FIRST_LINE_S, NEXT_LINES_S = 2.0, 10.0
+"""Where stderr is a file or a pipe: loading that takes longer than this says what it does, and then every so often."""
+
+
+class LoadLines:
+    """Progress as lines, written by a thread: some stages (compiling) say nothing before they are over."""
+
+    def __init__(self) -> None:
+        self._now = ("", 0, 0)
+        self._is_over = threading.Event()
+        self._started = time.monotonic()
+        self._thread = threading.Thread(target=self._write, name="rimuru-progress", daemon=True)
+        self._thread.start()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self._now = (stage, done, total)
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _write(self) -> None:
+        wait_s = FIRST_LINE_S
+        while not self._is_over.wait(wait_s):
+            with contextlib.suppress(OSError):  # whoever read it has gone
+                note(self.line())
+            wait_s = NEXT_LINES_S
+
+    def line(self) -> str:
+        stage, done, total = self._now
+        if stage == "kernels":
+            part = f" ({done} of {total})" if total > 1 else ""
+            what = f"compiling kernels{part}, which the first run on a machine does"
+        elif stage:
+            what = f"{stage}, {human_bytes(done)} of {human_bytes(total)}"
+        else:
+            what = "opening the model"
+        return f"loading: {what}; {time.monotonic() - self._started:.0f} s so far"
+
 
 class LoadBars:
-    """One progress bar per stage of loading, on stderr; silent where stderr is no terminal or quiet is asked."""
+    """One progress bar per stage of loading, on stderr; lines where it is no terminal, nothing where quiet is asked."""
 
     def __init__(self, quiet: bool) -> None:
-        self.quiet = quiet or not sys.stderr.isatty()
+        self.quiet = quiet
+        self._lines = None if quiet or sys.stderr.isatty() else LoadLines()
         self._bar: Any = None
         self._stage = ""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        if self._lines is not None:
+            self._lines(stage, done, total)
+            return
         if self.quiet:
             return
         if stage != self._stage:
@@ -42,6 +88,9 @@ class LoadBars:
         self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -11,7 +11,7 @@ import psutil
 import rimuru.ops as backends
 from rimuru.arch.registry import read_config
 from rimuru.base.errors import BadInputError
-from rimuru.base.units import parse_bytes
+from rimuru.base.units import GIB, parse_bytes
 from rimuru.commands.common import print_json
 from rimuru.commands.forecast import before_loading, before_loading_text, on_card, on_card_text
 from rimuru.engine.build import ELEMENT_BYTES, open_model
@@ -27,8 +27,13 @@ def inspect(args: argparse.Namespace) -> int:
     rates = {name: getattr(args, name) for name in RATES}
     is_asked = args.card is not None or any(rate is not None for rate in rates.values())
     device, free_bytes = planned_device(args.device, is_asked)
+    if args.card is not None and device == "cuda":  # planned for as a whole, also where another card is here
+        free_bytes = int(card_named(args.card, rates).memory_gib * GIB)
     if args.memory is None and free_bytes is None:
-        raise BadInputError("there is no card here to ask: say how much memory it has, e.g. --memory 24GiB")
+        raise BadInputError(
+            "there is no card here to ask: name one, e.g. --card rtx4090, or say how much memory it has, e.g. "
+            "--memory 24GiB"
+        )
     memory = parse_bytes(args.memory) if args.memory else int((free_bytes or 0) * AUTO_RAM_SHARE)
     element = ("f16" if device == "cuda" else "f32") if args.kv_type == "auto" else args.kv_type
     gguf, source = open_model(Path(args.model))

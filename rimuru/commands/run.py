@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from rimuru.base.errors import BadInputError, RimuruError
+from rimuru.base.errors import BadInputError, ContextLengthError, RimuruError
+from rimuru.base.screen import brief, for_stream
 from rimuru.base.units import human_bytes
 from rimuru.commands.common import note, open_llm, read_text
 from rimuru.llm import LLM
@@ -101,7 +102,7 @@ def _print_stream(pieces: Iterator[Piece]) -> Rates:
     rates = Rates()
     for piece in pieces:
         rates.add(piece)
-        sys.stdout.write(piece.text)
+        sys.stdout.write(for_stream(piece.text, sys.stdout))
         sys.stdout.flush()
     return rates
 
@@ -201,15 +202,16 @@ class Chat:
             with self._stoppable() as was_stopped:
                 for piece in stream:
                     self.rates.add(piece)
-                    sys.stdout.write(answer.shown(piece.text))
+                    sys.stdout.write(for_stream(answer.shown(piece.text), sys.stdout))
                     sys.stdout.flush()
                     if was_stopped.is_set():
                         break
-            sys.stdout.write(answer.end())
+            sys.stdout.write(for_stream(answer.end(), sys.stdout))
             if was_stopped.is_set():
                 note(" [stopped]")
         except RimuruError as error:
-            note(str(error))
+            hint = "; /reset forgets the conversation" if isinstance(error, ContextLengthError) else ""
+            note(brief(str(error)) + hint)
             self.messages.pop()
             return
         finally:

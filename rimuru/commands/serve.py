@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rimuru.base.errors import BadInputError
+from rimuru.base.extras import install_command
 from rimuru.base.units import parse_bytes
 from rimuru.commands.common import note, open_llm
 
@@ -15,7 +16,8 @@ def serve(args: argparse.Namespace) -> int:
         from rimuru.server.run import serve as serve_model
         from rimuru.server.settings import ServerSettings
     except ImportError as error:
-        raise BadInputError(f"serving needs more packages ({error.name}): pip install 'rimuru[server]'") from None
+        missing = error.name or "one could not be loaded"
+        raise BadInputError(f"serving needs more packages ({missing}): {install_command('server')}") from None
     settings = ServerSettings(
         host=args.host,
         port=args.port,

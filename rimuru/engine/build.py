@@ -199,7 +199,6 @@ def _load(gguf: GgufFile, source: ExpertSource | None, config: EngineConfig, pro
     ops = backends.create(device, resolved.threads, config.deterministic)
     loaded = _Builder(gguf, source, config, model, layout, resolved, ops, progress, dense_bytes).build()
     if why_cpu:
-        log.info(why_cpu)
         loaded.notes.append(why_cpu)
     return loaded
 
@@ -285,6 +284,7 @@ class _Builder:
             call_openers(tokenizer),
         )  # fmt: skip
         engine.overlaps = engine.overlaps and not waits_for_ids
+        engine.may_grow = context_length < self.model_config.context_length
         return LoadedModel(
             self.gguf, self.model_config, layout, resolved, ops, engine, self.pool, self.memory, self.store, room,
             self.source, tokenizer, None if tokenizer is None else ChatTemplate(tokenizer), dense_bytes, scratch_bytes,

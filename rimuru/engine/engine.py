@@ -77,6 +77,8 @@ class Engine:
         self.overlaps: bool = sampler.ops.overlaps and not env.poison_free_pages()
         """Plan and queue a step while the one before runs; off where freed pages are written to at once."""
         self.context_length, self.n_vocab, self.eog_ids = context_length, n_vocab, eog_ids
+        self.may_grow = True
+        """Whether the context is less than the model's own."""
         self.store, self.call_openers = store, call_openers
         self.replay: RoutingReplay | None = None
         """A benchmark's routing in place of the model's."""
@@ -141,7 +143,8 @@ class Engine:
         if len(token_ids) + 1 > self.context_length:
             raise ContextLengthError(
                 f"the prompt has {len(token_ids)} tokens and at least one of answer is needed, but the context holds "
-                f"{self.context_length}; shorten the prompt or raise --ctx"
+                f"{self.context_length}; shorten the prompt"
+                + (" or raise --ctx" if self.may_grow else ", the model takes no more")
             )
 
     def abort(self, sequence: Sequence) -> None:

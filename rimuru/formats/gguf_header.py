@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rimuru.base.errors import FileFormatError
+from rimuru.base.screen import brief
 from rimuru.base.units import MIB, align_up
 from rimuru.formats.gguf_values import ARRAY, BOOL, NUMERIC_DTYPES, STRING, TYPE_NAMES, NumericArray, StringArray
 from rimuru.formats.quants import BY_ID, QuantFormat
@@ -220,9 +221,10 @@ def _read_entries(cursor: _Cursor, n_kv: int) -> dict[str, tuple[int, object]]:
         if not key:
             raise cursor.error("a metadata key is empty")
         if key in entries:
-            raise cursor.error(f"key {key} is there twice")
-        type_id = cursor.count(_U32, f"the type of key {key}")
-        entries[key] = (type_id, _read_value(cursor, key, type_id))
+            raise cursor.error(f"key {brief(key, 80)} is there twice")
+        shown = brief(key, 80)  # what a damaged file calls a key may be a page of anything
+        type_id = cursor.count(_U32, f"the type of key {shown}")
+        entries[key] = (type_id, _read_value(cursor, shown, type_id))
     return entries
 
 

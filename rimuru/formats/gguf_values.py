@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rimuru.base.errors import FileFormatError, UnsupportedModelError
+from rimuru.base.screen import brief
 
 T = TypeVar("T", int, float, str, bool)
 D = TypeVar("D")
@@ -215,4 +216,4 @@ class KeyValues(Mapping[str, object]):
         return cast("list[object]", found.tolist())
 
     def _error(self, key: str, what: str) -> FileFormatError:
-        return FileFormatError(f"{self._path}: key {key} {what}")
+        return FileFormatError(f"{self._path}: key {brief(key, 80)} {what}")

@@ -6,6 +6,7 @@ import importlib.util
 
 from rimuru.base import env
 from rimuru.base.errors import BadInputError
+from rimuru.base.extras import install_command
 from rimuru.ops.base import Ops
 
 
@@ -27,7 +28,7 @@ def choose(asked: str) -> tuple[str, int | None, str]:
 def _probe_cuda() -> tuple[str | None, int]:
     """(reason why no GPU is usable or None, free bytes of the first GPU)."""
     if importlib.util.find_spec("cupy") is None:
-        return "CuPy is not installed (pip install 'rimuru[cuda13]' or 'rimuru[cuda12]')", 0
+        return f"CuPy is not installed: {install_command('cuda13')} (or cuda12, as the driver supports)", 0
     from rimuru.ops.cuda import device
 
     why_not = device.usable()

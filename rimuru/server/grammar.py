@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rimuru.base.errors import BadInputError
+from rimuru.base.extras import install_command
 from rimuru.request import TokenConstraint
 from rimuru.server.errors import FieldError, NotSupportedError
 from rimuru.server.tool_calls import function_of
@@ -87,7 +88,7 @@ class GrammarCompiler:
             import llguidance
         except ImportError:
             raise NotSupportedError(
-                "structured answers need the package llguidance on the server: pip install 'rimuru[server]'"
+                f"structured answers need the package llguidance on the server: {install_command('server')}"
             ) from None
         if self._tables is None:
             wrapper = llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer))

@@ -21,6 +21,8 @@ class Card:
     """Once per step: planning, assembling, sampling, one graph launch."""
     layer_overhead_us: float = 6.0
     """Per layer: kernels that wait for each other."""
+    memory_gib: float = 24.0
+    """Memory of the card."""
 
     @property
     def memory_bytes_per_s(self) -> float:
@@ -34,9 +36,9 @@ class Card:
 CARDS = {
     card.name: card
     for card in (
-        Card("rtx5090", 180.0, 1800.0, 53.0),
+        Card("rtx5090", 180.0, 1800.0, 53.0, memory_gib=32.0),
         Card("rtx4090", 140.0, 1000.0, 25.0),
-        Card("h200", 600.0, 4400.0, 53.0),
+        Card("h200", 600.0, 4400.0, 53.0, memory_gib=139.0),
     )
 }
 

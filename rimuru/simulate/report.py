@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rimuru.base.errors import RimuruError
+from rimuru.base.extras import install_command
 from rimuru.engine.scheduler import Scheduler
 from rimuru.memory.adjuster import DecisionLog
 from rimuru.memory.page_pool import PagePool
@@ -138,7 +139,7 @@ def write_plot(results: dict[str, Result], page_bytes: dict[str, int], path: str
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        raise RimuruError("a plot needs matplotlib; install it with: pip install 'rimuru[plot]'") from None
+        raise RimuruError(f"a plot needs matplotlib: {install_command('plot')}") from None
     figure, axes = pyplot.subplots(2, len(results), figsize=(5 * len(results), 6), squeeze=False, sharex="col")
     kinds = [kind for kind in ("expert", "kv", "ssm", "conv") if page_bytes.get(kind)]
     for column, (name, result) in enumerate(results.items()):

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from rimuru.base.extras import install_command
 from rimuru.base.units import GIB, MIB, align_up, human_bytes
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def usable(device_id: int = 0) -> str | None:
     try:
         import cupy
     except ImportError:
-        return "CuPy is not installed: pip install rimuru[cuda13] (or [cuda12])"
+        return f"CuPy is not installed: {install_command('cuda13')} (or cuda12, as the driver supports)"
     except Exception as error:  # a broken installation must not stop the CPU backend
         return f"CuPy cannot be loaded: {str(error).strip().splitlines()[0]}"
     runtime = cupy.cuda.runtime
