@@ -14,8 +14,9 @@ from rimuru.base.errors import BadInputError
 from rimuru.base.units import GIB, parse_bytes
 from rimuru.commands.common import print_json
 from rimuru.commands.forecast import before_loading, before_loading_text, on_card, on_card_text
-from rimuru.engine.build import ELEMENT_BYTES, open_model
+from rimuru.engine.build import ELEMENT_BYTES
 from rimuru.engine.resolve import AUTO_RAM_SHARE, CUDA_STEP_TOKENS, available_threads
+from rimuru.experts.source import open_model
 from rimuru.inspect import estimate_scratch_bytes, format_report, inspect_model
 from rimuru.simulate.cards import CARDS, RATES, Card, card_named
 

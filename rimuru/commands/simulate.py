@@ -12,7 +12,8 @@ from rimuru.base.errors import BadInputError
 from rimuru.base.units import human_bytes, parse_bytes
 from rimuru.commands.common import print_json
 from rimuru.config import parse_share
-from rimuru.engine.build import ELEMENT_BYTES, open_model
+from rimuru.engine.build import ELEMENT_BYTES
+from rimuru.experts.source import open_model
 from rimuru.formats.demo import model_path
 from rimuru.simulate.cards import RATES, Card, card_named
 from rimuru.simulate.report import Result, write_plot

@@ -13,7 +13,7 @@ from typing import Any
 import rimuru.ops as backends
 from rimuru.arch.registry import can_run, read_config, require_runnable
 from rimuru.arch.spec import ModelConfig
-from rimuru.arch.tensors import check_tensors, expert_tensors
+from rimuru.arch.tensors import check_tensors
 from rimuru.base.errors import BadInputError, FileFormatError, NotEnoughMemoryError
 from rimuru.base.units import ceil_div, human_bytes
 from rimuru.config import IDLE_SWITCHES, EngineConfig, parse_share
@@ -25,6 +25,7 @@ from rimuru.engine.resolve import (
     MIN_CONTEXT_TOKENS,
     Resolved,
     check_context,
+    dense_tensor_bytes,
     kv_element,
     longest_request,
     piece_lengths,
@@ -52,11 +53,10 @@ from rimuru.engine.stores import (
 from rimuru.experts.device_places import n_loading_buffers, places_bytes
 from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.hotset import find_profile
-from rimuru.experts.source import ExpertSource, GgufExpertSource, open_source
+from rimuru.experts.source import ExpertSource, GgufExpertSource, open_model
 from rimuru.experts.store import even_quotas
 from rimuru.experts.tiered_store import TieredExpertStore
-from rimuru.formats.expert_blob import is_blob_folder
-from rimuru.formats.gguf import GgufFile, check_formats, open_gguf
+from rimuru.formats.gguf import GgufFile, check_formats
 from rimuru.forward.context import BuildContext
 from rimuru.forward.model import Model
 from rimuru.forward.weights import TensorReader, expert_biases, expert_factors
@@ -136,25 +136,6 @@ class LoadedModel:
         self.ops.close()
         self.pool_memory.close()
         self.gguf.close()
-
-
-def open_model(path: Path) -> tuple[GgufFile, ExpertSource | None]:
-    """The GGUF of a model path and, for a `.rimuru` folder, the source of its converted experts."""
-    if is_blob_folder(path):
-        return open_source(path)
-    return open_gguf(path), None
-
-
-def dense_tensor_bytes(gguf: GgufFile, config: ModelConfig) -> int:
-    """Bytes of the tensors that stay resident: all of the trunk's but the experts'."""
-    experts = {projection.tensor for layer in expert_tensors(config).values() for projection in layer}
-    trunk = {layer.index for layer in config.layers}
-
-    def is_trunk(name: str) -> bool:
-        parts = name.split(".")
-        return parts[0] != "blk" or int(parts[1]) in trunk
-
-    return sum(info.n_bytes for name, info in gguf.tensors.items() if name not in experts and is_trunk(name))
 
 
 def load_model(path: Path, config: EngineConfig, progress: Progress | None = None) -> LoadedModel:

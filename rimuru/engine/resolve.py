@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import psutil
 
 from rimuru.arch.spec import ModelConfig
+from rimuru.arch.tensors import expert_tensors
 from rimuru.base.errors import BadInputError, NotEnoughMemoryError
 from rimuru.base.units import MIB, ceil_div, human_bytes
 from rimuru.config import EngineConfig
+from rimuru.formats.gguf import GgufFile
 from rimuru.memory.specs import ExpertLayout, PoolLayout
 
 log = logging.getLogger(__name__)
@@ -220,3 +222,15 @@ def pool_limit_bytes(memory_bytes: int, memory_is_given: bool) -> int:
     """What the pool may grow to by resizing: twice a budget that was given, within what the machine has."""
     limit = 2 * memory_bytes if memory_is_given else memory_bytes
     return max(min(limit, psutil.virtual_memory().total), MIB)
+
+
+def dense_tensor_bytes(gguf: GgufFile, config: ModelConfig) -> int:
+    """Bytes of the tensors that stay resident: all of the trunk's but the experts'."""
+    experts = {projection.tensor for layer in expert_tensors(config).values() for projection in layer}
+    trunk = {layer.index for layer in config.layers}
+
+    def is_trunk(name: str) -> bool:
+        parts = name.split(".")
+        return parts[0] != "blk" or int(parts[1]) in trunk
+
+    return sum(info.n_bytes for name, info in gguf.tensors.items() if name not in experts and is_trunk(name))

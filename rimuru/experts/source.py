@@ -11,8 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rimuru.formats.expert_blob import ExpertBlob, check_layout, read_expert_pages
-from rimuru.formats.gguf import GgufFile
+from rimuru.formats.expert_blob import ExpertBlob, check_layout, is_blob_folder, read_expert_pages
+from rimuru.formats.gguf import GgufFile, open_gguf
 from rimuru.formats.manifest import Manifest
 from rimuru.memory.specs import ExpertLayerLayout, ExpertLayout, ProjectionLayout, ProjectionName
 
@@ -124,3 +124,10 @@ def layout_of(manifest: Manifest) -> ExpertLayout:
         )
         layers.append(ExpertLayerLayout(layer.layer, layer.n_experts, layer.n_pages, projections))
     return ExpertLayout(manifest.page_bytes, tuple(layers))
+
+
+def open_model(path: Path) -> tuple[GgufFile, ExpertSource | None]:
+    """The GGUF of a model path and, for a `.rimuru` folder, the source of its converted experts."""
+    if is_blob_folder(path):
+        return open_source(path)
+    return open_gguf(path), None
