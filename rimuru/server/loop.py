@@ -235,7 +235,8 @@ class EngineLoop:
         self.engine.check_prompt(prompt)
         if not self.engine.cache.fits_alone(len(prompt) + 1, self.engine.scheduler.max_step_tokens):
             raise ContextLengthError(
-                f"the prompt has {len(prompt)} tokens, more than the memory pool can hold; shorten it or resize the pool"
+                f"the prompt has {len(prompt)} tokens, more than the memory pool can hold; shorten it or resize "
+                "the pool"
             )
 
     def _add_answer(self, job: Job, number: int, prompt: list[int], index: int) -> None:
