@@ -27,9 +27,7 @@ def _parts(pool: PagePool, data: np.ndarray, pages: np.ndarray) -> list[tuple[in
     """(address, window on data) of runs of pages that lie side by side."""
     page_bytes, addresses = pool.layout.page_bytes("expert"), pool.addresses("expert", pages)
     edges = [0, *(np.flatnonzero(np.diff(addresses) != page_bytes) + 1).tolist(), len(addresses)]
-    return [
-        (int(addresses[first]), data[first * page_bytes : last * page_bytes]) for first, last in pairwise(edges)
-    ]
+    return [(int(addresses[first]), data[first * page_bytes : last * page_bytes]) for first, last in pairwise(edges)]
 
 
 class Staging:

@@ -70,6 +70,15 @@ class Heard:
     """bool [R]: False where a place came or went since; its holder is of another time."""
 
 
+def name_empty(held: np.ndarray, is_empty: np.ndarray, exists: np.ndarray) -> None:
+    """Give each place of a layer that nobody holds an expert in name, in `held` itself: the one it had, unless another
+    place has it now. held int32 [n_experts], of each place; is_empty, exists bool [n_experts]."""
+    taken = set(held[exists & ~is_empty].tolist())
+    names = [expert for expert in held[is_empty].tolist() if expert not in taken]
+    names += [expert for expert in range(len(held)) if expert not in taken and expert not in names]
+    held[is_empty] = names[: int(is_empty.sum())]
+
+
 class DevicePlaces:
     """Places of all layers of one model. A place is a number below the layer's number of experts."""
 

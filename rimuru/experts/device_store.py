@@ -29,7 +29,7 @@ from rimuru.base import env
 from rimuru.base.errors import AuditError, NotEnoughMemoryError
 from rimuru.base.units import human_bytes
 from rimuru.experts.copies import Staging, copy_in, copy_out
-from rimuru.experts.device_places import DevicePlaces, Heard
+from rimuru.experts.device_places import DevicePlaces, Heard, name_empty
 from rimuru.experts.host_arena import BLOCK_BYTES, HostArena
 from rimuru.experts.residency import DECAY_TOKENS, ResidencyPolicy
 from rimuru.experts.residents import ResidentSet
@@ -59,13 +59,9 @@ ALL_COME_TOKENS = 12.0
 
 ASIDE_TOKENS = 5
 """Fewer tokens than these have few experts to compute meanwhile: not worth the launches of a second turn."""
-NEVER_ASIDE = 1 << 30
 
 REPORT_STEPS = 8
 """How often the host asks the device what was chosen and who is resident."""
-
-WATCHED_STEPS = 16
-"""While every expert is resident, one step of so many is counted: nothing can be missed, and counting takes time."""
 
 
 def home_bytes(layout: ExpertLayout) -> int:
@@ -114,10 +110,10 @@ class DeviceExpertStore(ResidentSet):
         as last heard. Places that nobody holds yet have one in name, so that residents and places are as many."""
         self._cells = np.flatnonzero(self.residency.exists.reshape(-1))
         """Where the experts of all layers lie in the arrays of residency."""
-        self.aside_tokens = ASIDE_TOKENS if self.by_device and env.fetches_aside() else NEVER_ASIDE
+        self.aside_tokens = ASIDE_TOKENS if self.by_device and env.fetches_aside() else 1 << 30
         """From so many tokens in a step on, missed experts come while the others are computed."""
         self.is_watching = True
-        """Whether the running step counts, and brings in what it misses."""
+        """Whether the running step counts, and brings in what it misses: not while every expert is resident."""
         self._n_empty = 0
         self._n_steps = 0
         self._clock = StepClock()
@@ -362,7 +358,7 @@ class DeviceExpertStore(ResidentSet):
         self._set_control()
         self.places.send()
         is_whole = self.residency.n_resident == self.layout.n_experts and not self._n_empty and not self._coming
-        self.is_watching = not is_whole or self._n_steps % WATCHED_STEPS == 0
+        self.is_watching = not is_whole
         self._n_steps += 1
         if self._n_steps % REPORT_STEPS == 0:
             self.places.ask()
@@ -408,12 +404,7 @@ class DeviceExpertStore(ResidentSet):
         self._holders = np.where(exists & ~is_empty, holders, self._holders)
         for slot in np.unique(np.searchsorted(self.view.rows_before, np.flatnonzero(is_empty), side="right") - 1):
             rows = slice(int(self.view.rows_before[slot]), int(self.view.rows_before[slot + 1]))
-            held, empty = self._holders[rows], is_empty[rows]
-            taken = set(held[exists[rows] & ~empty].tolist())
-            free = [expert for expert in range(len(held)) if expert not in taken]
-            names = [expert for expert in held[empty].tolist() if expert not in taken]
-            names += [expert for expert in free if expert not in names]
-            held[empty] = names[: int(empty.sum())]
+            name_empty(self._holders[rows], is_empty[rows], exists[rows])
         places = np.flatnonzero(exists)
         first = self.view.rows_before[np.searchsorted(self.view.rows_before, places, side="right") - 1]
         resident = np.zeros(self.layout.n_experts, np.bool_)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rimuru.ops.cuda import matmul, moe, pointwise, recurrent, routing, sampling, sorting
+from rimuru.ops.cuda import matmul, moe, moe_kernels, pointwise, recurrent, routing, sampling, sorting
 from rimuru.ops.cuda.launch import Kernel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,10 +23,11 @@ WITHOUT = [
     moe.COMMON_KERNELS[-1], routing.route_kernel(128), recurrent.delta_net_kernels(128, "tiled")[0],
 ]  # fmt: skip
 EXPERTS = [
-    moe.up_kernel("q4_k", "q4_k", 2, *moe.up_shape(2048, 2)), moe.down_kernel("q6_k", 2, *moe.down_shape(768, 2)),
-    moe.down_sum_kernel("q6_k", *moe.down_shape(768, 1), 8),
-    moe.up_matrix_kernel("q4_k", "q4_k", moe.up_matrix_shape(4)),
-    moe.down_matrix_kernel("q4_k", moe.down_matrix_shape(100)),
+    moe_kernels.up_kernel("q4_k", "q4_k", 2, *moe.up_shape(2048, 2)),
+    moe_kernels.down_kernel("q6_k", 2, *moe.down_shape(768, 2)),
+    moe_kernels.down_sum_kernel("q6_k", *moe.down_shape(768, 1), 8),
+    moe_kernels.up_matrix_kernel("q4_k", "q4_k", moe_kernels.up_matrix_shape(4)),
+    moe_kernels.down_matrix_kernel("q4_k", moe_kernels.down_matrix_shape(100)),
 ]  # fmt: skip
 
 

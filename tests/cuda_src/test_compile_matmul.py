@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rimuru.formats.quants import ENGINE_FORMATS
-from rimuru.ops.cuda import loader, matmul, moe, routing
+from rimuru.ops.cuda import loader, matmul, moe, moe_kernels, routing
 from rimuru.ops.cuda.launch import Kernel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -22,31 +22,33 @@ pytestmark = pytest.mark.skipif(
 
 def family(name: str) -> list[Kernel]:
     """Each kernel that knows a tensor type, for one type."""
-    strip, tile = moe.up_matrix_shape(4), moe.up_matrix_shape(100)
+    strip, tile = moe_kernels.up_matrix_shape(4), moe_kernels.up_matrix_shape(100)
     return [
         matmul.gemv_kernel((name,), 1, 32, 2),
         matmul.strip_kernel((name,), *matmul.linear_strip(4096, 2048, 16)),
         matmul.gemm_kernel((name,), *matmul.gemm_tile(512, 4096)),
-        moe.up_kernel(name, name, 2, *moe.up_shape(2048, 2)),
-        moe.down_kernel(name, 2, *moe.down_shape(768, 2)),
-        moe.up_matrix_kernel(name, name, strip),
-        moe.down_matrix_kernel(name, tile),
+        moe_kernels.up_kernel(name, name, 2, *moe.up_shape(2048, 2)),
+        moe_kernels.down_kernel(name, 2, *moe.down_shape(768, 2)),
+        moe_kernels.up_matrix_kernel(name, name, strip),
+        moe_kernels.down_matrix_kernel(name, tile),
     ]
 
 
 COMMON = [
     *matmul.COMMON_KERNELS, *moe.COMMON_KERNELS, routing.route_kernel(128), routing.route_kernel(1000),
-    routing.REPLAY_KERNEL, moe.down_sum_kernel("q6_k", 8, 2, 8), moe.down_sum_kernel("q5_0", 32, 2, 5, True),
+    routing.REPLAY_KERNEL, moe_kernels.down_sum_kernel("q6_k", 8, 2, 8),
+    moe_kernels.down_sum_kernel("q5_0", 32, 2, 5, True),
     matmul.gemv_kernel(("q4_k", "q6_k"), 8, 32, 2),
     matmul.strip_kernel(("q4_k", "q6_k"), *matmul.linear_strip(4096, 2048, 32)),
-    matmul.gemm_kernel(("q4_k", "q6_k"), 128, 64), moe.up_kernel("q4_k", "q5_k", 8, 8, 2),
-    moe.up_kernel(None, "q5_0", 1, 8, 1), moe.up_matrix_kernel("q4_k", "q6_k", moe.up_matrix_shape(20)),
-    moe.up_matrix_kernel("q4_k", "q6_k", moe.up_matrix_shape(50)),
-    moe.up_matrix_kernel(None, "q5_0", moe.up_matrix_shape(50)),
-    moe.up_kernel("nvfp4", "nvfp4", 2, *moe.up_shape(2048, 2), True),
-    moe.down_kernel("nvfp4", 2, *moe.down_shape(768, 2), True),
-    moe.up_matrix_kernel("nvfp4", "nvfp4", moe.up_matrix_shape(4), True),
-    moe.down_matrix_kernel("nvfp4", moe.down_matrix_shape(100), True),
+    matmul.gemm_kernel(("q4_k", "q6_k"), 128, 64), moe_kernels.up_kernel("q4_k", "q5_k", 8, 8, 2),
+    moe_kernels.up_kernel(None, "q5_0", 1, 8, 1),
+    moe_kernels.up_matrix_kernel("q4_k", "q6_k", moe_kernels.up_matrix_shape(20)),
+    moe_kernels.up_matrix_kernel("q4_k", "q6_k", moe_kernels.up_matrix_shape(50)),
+    moe_kernels.up_matrix_kernel(None, "q5_0", moe_kernels.up_matrix_shape(50)),
+    moe_kernels.up_kernel("nvfp4", "nvfp4", 2, *moe.up_shape(2048, 2), True),
+    moe_kernels.down_kernel("nvfp4", 2, *moe.down_shape(768, 2), True),
+    moe_kernels.up_matrix_kernel("nvfp4", "nvfp4", moe_kernels.up_matrix_shape(4), True),
+    moe_kernels.down_matrix_kernel("nvfp4", moe_kernels.down_matrix_shape(100), True),
 ]  # fmt: skip
 # The decoding headers do not know the architecture, so each type is compiled once, the architectures taking turns.
 TYPES = [

@@ -20,7 +20,7 @@ from cases import moe as moe_cases
 
 from rimuru.arch.spec import MoeSpec
 from rimuru.ops.base import ExpertTable
-from rimuru.ops.cuda import moe
+from rimuru.ops.cuda import moe, moe_kernels
 from rimuru.ops.cuda.launch import Kernel
 
 SPEC = MoeSpec(8, 2, 256, renormalise=True)
@@ -103,10 +103,10 @@ def test_results_are_equal(
 def test_they_compile() -> None:
     layout = moe_cases.expert_layout({"gate": "q4_k", "up": "q4_k", "down": "q6_k"}, 128, 2048, 768, 432 * 1024)
     kernels = [
-        moe.up_kernel("q4_k", "q4_k", 1, *moe.up_shape(2048, 1)),
-        moe.down_kernel("q6_k", 1, *moe.down_shape(768, 1)),
-        moe.up_matrix_kernel("q4_k", "q4_k", moe.up_matrix_shape(2.0)),
-        moe.down_matrix_kernel("q6_k", moe.down_matrix_shape(100.0)),
+        moe_kernels.up_kernel("q4_k", "q4_k", 1, *moe.up_shape(2048, 1)),
+        moe_kernels.down_kernel("q6_k", 1, *moe.down_shape(768, 1)),
+        moe_kernels.up_matrix_kernel("q4_k", "q4_k", moe_kernels.up_matrix_shape(2.0)),
+        moe_kernels.down_matrix_kernel("q6_k", moe_kernels.down_matrix_shape(100.0)),
     ]
     assert layout.n_pages == 7
     for kernel in map(paging.contiguous_kernel, kernels):

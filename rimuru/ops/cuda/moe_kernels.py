@@ -1,0 +1,145 @@
+"""The kernels of experts (cuda_src/moe): what they are compiled with, and which shape fits how many tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from rimuru.base.units import ceil_div
+from rimuru.ops.cuda.launch import Kernel
+from rimuru.ops.cuda.matmul import TILE_THREADS, strip_defines, strip_shared_bytes, tile_shared_bytes
+
+MAX_STRIP_LOAD = 32
+"""Up to this many, tensor cores with weights decoded in registers. (Both measured on an H200: tools/LOG.md.)"""
+
+STRIP_WARPS = 8
+"""Warps of a block of the strip kernels, 16 weight rows each."""
+
+DOWN_WARPS = 8
+_ITEMS = "items: *, item_pages: i64*, n_items: i32*, order: i32*, ids: i32*, active: bool*, n_experts: i32, top_k: i32"
+_PAGES = "addresses: i64*, n_pages: i32"
+_UP_PAGES = (
+    "gate_first_page: i32, gate_rows_per_page: i32, gate_page_factor: i32, gate_row_bytes: i32,"
+    "up_first_page: i32, up_rows_per_page: i32, up_page_factor: i32, up_row_bytes: i32"
+)
+_DOWN_PAGES = "first_page: i32, rows_per_page: i32, page_factor: i32, row_bytes: i32"
+
+_SCALED: tuple[dict[str, int | str], dict[str, int | str]] = ({}, {"EXPERT_FACTORS": 1})
+_LISTED: tuple[dict[str, int | str], dict[str, int | str]] = ({}, {"ITEM_PAGES": 1})
+
+
+@cache
+def up_kernel(
+    gate: str | None, up: str, tile: int, lanes: int, rows: int, scaled: bool = False, listed: bool = False
+) -> Kernel:
+    """gate_up for few tokens; gate None = no gate. scaled: the experts have factors. listed: every item has a list of
+    its expert's pages."""
+    signature = (
+        f"x_f32: f32*, x_values: i8*, x_scales: f32*, x_sums: i32*, width: i32, {_ITEMS}, {_PAGES}, {_UP_PAGES},"
+        "gate_bias: f32*, up_bias: f32*, hidden: f32*, act_values: i8*, act_scales: f32*, act_sums: i32*,"
+        "n_hidden: i32, activation: i32"
+    )
+    defines: dict[str, int | str] = {
+        "FORMAT_GATE": gate or up, "FORMAT_UP": up, "GATED": int(gate is not None), "TOKEN_TILE": tile,
+        "ROW_LANES": lanes, "LANE_ROWS": rows,
+    }  # fmt: skip
+    return Kernel("moe/moe_decode.cu", "moe_gate_up", signature, defines | _SCALED[scaled] | _LISTED[listed])
+
+
+@cache
+def down_kernel(down: str, tile: int, lanes: int, rows: int, scaled: bool = False, listed: bool = False) -> Kernel:
+    """down for few tokens."""
+    signature = (
+        f"h_f32: f32*, h_values: i8*, h_scales: f32*, h_sums: i32*, n_hidden: i32, {_ITEMS}, {_PAGES}, {_DOWN_PAGES},"
+        "bias: f32*, out: f32*, n_out: i32"
+    )
+    defines: dict[str, int | str] = {
+        "FORMAT_DOWN": down, "TOKEN_TILE": tile, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": DOWN_WARPS,
+    }  # fmt: skip
+    return Kernel("moe/moe_decode.cu", "moe_down", signature, defines | _SCALED[scaled] | _LISTED[listed])
+
+
+@cache
+def down_sum_kernel(down: str, lanes: int, rows: int, top_k: int, scaled: bool = False) -> Kernel:
+    """down and the weighted sum for few tokens, each assignment by itself; as many warps as have equally many slots."""
+    warps = ceil_div(top_k, ceil_div(top_k, DOWN_WARPS))
+    signature = (
+        "h_f32: f32*, h_values: i8*, h_scales: f32*, h_sums: i32*, n_hidden: i32, ids: i32*, n_experts: i32,"
+        f"top_k: i32, {_PAGES}, {_DOWN_PAGES}, bias: f32*, weights: f32*, out: f32*, n_out: i32, add: i32, scale: f32"
+    )
+    defines: dict[str, int | str] = {
+        "FORMAT_DOWN": down, "TOKEN_TILE": 1, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": warps,
+    }  # fmt: skip
+    return Kernel("moe/moe_decode.cu", "moe_down_sum", signature, defines | _SCALED[scaled])
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A tensor-core kernel's block: its source, weight rows and tokens, and what it is compiled and launched with."""
+
+    family: str  # "strip" or "tile": moe/moe_<family>.cu
+    rows: int
+    tokens: int
+    warps_k: int = 1
+    """Strips: warps that share 16 rows."""
+
+    staged: bool = False
+    """Strips: activations go through shared memory."""
+
+    ahead: bool = False
+    """Strips: packed weights are loaded a step ahead."""
+
+    def defines(self) -> dict[str, int | str]:
+        if self.family == "strip":
+            return strip_defines(self.tokens, self.rows // 16, self.warps_k, self.staged, self.ahead)
+        return {"TILE_N": self.rows, "TILE_M": self.tokens}
+
+    @property
+    def threads(self) -> int:
+        return 2 * self.rows * self.warps_k if self.family == "strip" else TILE_THREADS
+
+    @property
+    def shared_bytes(self) -> int:
+        if self.family == "strip":
+            return strip_shared_bytes(self.tokens, self.rows // 16, self.warps_k, self.staged)
+        return tile_shared_bytes(self.rows, self.tokens)
+
+
+def up_matrix_shape(load: float) -> Shape:
+    """The tensor-core kernel of gate_up for an average number of assignments an expert."""
+    return _matrix_shape(load, ahead=True)
+
+
+def down_matrix_shape(load: float) -> Shape:
+    """The tensor-core kernel of down, with the tokens of up_matrix_shape: both go through one list of items."""
+    return _matrix_shape(load, ahead=False)  # short rows: fewer registers, so fewer spills, are worth more
+
+
+def _matrix_shape(load: float, ahead: bool) -> Shape:
+    if load <= MAX_STRIP_LOAD:
+        tokens = 8 if load <= 6 else 16 if load <= 12 else 32
+        return Shape("strip", 16 * STRIP_WARPS, tokens, staged=True, ahead=ahead)
+    return Shape("tile", 128, 64 if load <= 80 else 128)
+
+
+@cache
+def up_matrix_kernel(gate: str | None, up: str, shape: Shape, scaled: bool = False, listed: bool = False) -> Kernel:
+    """gate_up on tensor cores; gate None = no gate."""
+    signature = (
+        f"x: f16*, x_scales: f32*, width: i32, {_ITEMS}, {_PAGES}, {_UP_PAGES},"
+        "gate_bias: f32*, up_bias: f32*, hidden: f32*, n_hidden: i32, activation: i32"
+    )
+    formats: dict[str, int | str] = {"FORMAT_GATE": gate or up, "FORMAT_UP": up, "GATED": int(gate is not None)}
+    family, defines = shape.family, formats | shape.defines() | _SCALED[scaled] | _LISTED[listed]
+    return Kernel(f"moe/moe_{family}.cu", f"moe_gate_up_{family}", signature, defines)
+
+
+@cache
+def down_matrix_kernel(down: str, shape: Shape, scaled: bool = False, listed: bool = False) -> Kernel:
+    """down on tensor cores."""
+    signature = (
+        f"hidden: f16*, h_scales: f32*, n_hidden: i32, {_ITEMS}, {_PAGES}, {_DOWN_PAGES},"
+        "bias: f32*, out: f32*, n_out: i32"
+    )
+    family, defines = shape.family, {"FORMAT_DOWN": down} | shape.defines() | _SCALED[scaled] | _LISTED[listed]
+    return Kernel(f"moe/moe_{family}.cu", f"moe_down_{family}", signature, defines)
