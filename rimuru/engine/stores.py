@@ -1,9 +1,9 @@
 """Which store of experts an engine gets: where its experts can lie decides.
 
-    pool is RAM (CPU)                                   HostExpertStore      absent experts are read from the file
-    a device, host memory holds those outside the pool  DeviceExpertStore    kernels read them in place, or bring them
-    a device, it does not, or cannot be pinned          TieredExpertStore    a copy in host memory or the file, by waves
-    a device, and nothing may be read in place          TieredExpertStore    unless loading buffers take all of a layer
+pool is RAM (CPU)                                   HostExpertStore      absent experts are read from the file
+a device, host memory holds those outside the pool  DeviceExpertStore    kernels read them in place, or bring them
+a device, it does not, or cannot be pinned          TieredExpertStore    a copy in host memory or the file, by waves
+a device, and nothing may be read in place          TieredExpertStore    unless loading buffers take all of a layer
 """
 
 from __future__ import annotations
