@@ -16,6 +16,13 @@ from starlette.types import ASGIApp
 
 from rimuru.base.errors import BadInputError, RimuruError
 from rimuru.engine.build import LoadedModel
+from rimuru.server.connections import (
+    ACCEPT_AT_ONCE,
+    LoopTrouble,
+    connection_class,
+    most_connections,
+    raise_descriptor_limit,
+)
 from rimuru.server.guard import Guard
 from rimuru.server.http import create_app
 from rimuru.server.loop import EngineLoop
@@ -26,6 +33,8 @@ log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 1.0
 """How long clients have to take in that their requests were ended, before their connections are cut."""
+BACKLOG = 2048
+"""Connections that the system holds ready."""
 
 
 class _Uvicorn(uvicorn.Server):
@@ -34,6 +43,12 @@ class _Uvicorn(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, loop: EngineLoop) -> None:
         super().__init__(config)
         self._loop = loop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(LoopTrouble())
+        await super().startup(sockets)
+        for sock in sockets or []:
+            sock.listen(BACKLOG)  # uvicorn's number is also how many asyncio takes in at once, and so it is small
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
@@ -71,6 +86,7 @@ class Server:
         self._socket = bind(settings.host, settings.port)
         config = uvicorn.Config(
             guarded(self.app, settings), log_config=None, access_log=False, lifespan="off", server_header=False,
+            http=connection_class(most_connections()), ws="none", backlog=ACCEPT_AT_ONCE,
             timeout_keep_alive=30, h11_max_incomplete_event_size=64 << 10,
         )  # fmt: skip
         self._uvicorn = _Uvicorn(config, self.loop)
@@ -86,7 +102,7 @@ class Server:
         """Answer until told to end. `ready(url)` is called once requests are taken."""
         self.loop.start()
         try:
-            self._socket.listen(2048)
+            self._socket.listen(BACKLOG)
             if ready is not None:
                 ready(self.url)
             self._uvicorn.run(sockets=[self._socket])
@@ -160,6 +176,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(loaded: LoadedModel, settings: ServerSettings, ready: Callable[[str], None]) -> None:
     """Serve a loaded model until a signal ends it."""
+    raise_descriptor_limit()
     if not settings.is_local and not settings.api_keys:
         log.warning("the server is open to the network without an API key; set one with --api-key")
     server = Server(loaded, settings)

@@ -1,0 +1,118 @@
+"""Connections that send nothing, or send it slowly, lock nobody out; requests are queued in the order they came."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from server_fixtures import Running, running
+
+from rimuru.server import connections
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def connect(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(10)
+    try:
+        return connection.recv(1000) == b""
+    except ConnectionError:
+        return True
+
+
+def test_more_silent_connections_than_descriptors(script_file: Path, tmp_path: Path) -> None:
+    """The process may open 256 files and 300 connections come: others are answered, and the log stays short."""
+    command = [sys.executable, "-m", "rimuru", "serve", str(script_file), "--port", "0", "--threads", "2"]
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            ["sh", "-c", 'ulimit -n 256 && exec "$@"', "sh", *command],
+            stdout=file, stderr=file, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    silent: list[socket.socket] = []
+    try:
+        end = time.monotonic() + 120
+        while (found := re.search(r"ready: (http://\S+)/v1", log.read_text())) is None:
+            assert process.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.02)
+        silent = [connect(found.group(1)) for _ in range(300)]
+        for _ in range(3):
+            assert httpx.get(f"{found.group(1)}/health", timeout=10).json() == {"status": "ok"}
+    finally:
+        process.kill()
+        process.wait(10)
+        for connection in silent:
+            connection.close()
+    text = log.read_text()
+    assert len(text) < 5000 and "Traceback" not in text, text[:2000]
+
+
+def test_headers_must_come_in_time(script_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sends no request, or one byte at a time, is cut off; who has sent one is not, however long it takes."""
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.5)
+    with running(script_file) as server:
+        silent, slow, kept = (connect(server.url) for _ in range(3))
+        answered = server.request_socket({"prompt": "0", "temperature": 0, "max_tokens": 3000, "ignore_eos": True})
+        kept.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert kept.recv(1000).startswith(b"HTTP/1.1 200")
+        started = time.monotonic()
+        with pytest.raises(ConnectionError):
+            while time.monotonic() - started < 10:
+                slow.sendall(b"G")
+                time.sleep(0.05)
+        assert is_closed(silent)
+        kept.sendall(b"GET /health HTTP/1.1\r\n")  # and never the rest, on a connection that had a request
+        assert is_closed(kept)
+        assert answered.recv(1000).startswith(b"HTTP/1.1 200")
+        for connection in (silent, slow, kept, answered):
+            connection.close()
+        server.wait_idle()
+
+
+def test_the_limit_leaves_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for soft, n_most in ((64, 32), (1024, 864), (1 << 20, 8192), (resource.RLIM_INFINITY, 8192)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        assert connections.most_connections() == n_most
+
+
+def test_the_soft_limit_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: told.append(limits))
+    for limits in ((1024, 4096), (4096, 4096), (1024, resource.RLIM_INFINITY)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
+        connections.raise_descriptor_limit()
+    assert told == [(4096, 4096), (65536, resource.RLIM_INFINITY)]
+
+
+def test_no_descriptors_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    loop, trouble = asyncio.new_event_loop(), connections.LoopTrouble()
+    context = {"message": "socket.accept() out of system resource", "exception": OSError(24, "Too many open files")}
+    with caplog.at_level(logging.ERROR):
+        for _ in range(1000):
+            trouble(loop, context)
+        assert len(caplog.records) == 1 and "open files" in caplog.text
+        trouble(loop, {"message": "something else"})
+    assert len(caplog.records) == 2 and "something else" in caplog.text
+    loop.close()
+
+
+def test_another_protocol_is_answered_without_advice(script: Running, caplog: pytest.LogCaptureFixture) -> None:
+    headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
+    with caplog.at_level(logging.INFO):
+        assert script.http.get("/health", headers=headers).status_code == 200
+    assert "install" not in caplog.text and "Unsupported" not in caplog.text
