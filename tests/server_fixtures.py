@@ -25,6 +25,7 @@ class Running:
     def __init__(self, llm: LLM, thread: ServerThread, url: str) -> None:
         self.llm, self.url = llm, url
         self.loop: EngineLoop = thread.server.loop
+        self.app = thread.server.app
         self.settings = thread.server.settings
         key = self.settings.api_keys[0] if self.settings.api_keys else "none"
         self.client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120)

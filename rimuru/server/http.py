@@ -20,6 +20,7 @@ from rimuru import __version__
 from rimuru.base.errors import BadInputError, NotEnoughMemoryError, RimuruError
 from rimuru.base.units import parse_bytes
 from rimuru.server import openai_schema as schema
+from rimuru.server.arrivals import Arrivals
 from rimuru.server.dashboard import STATIC, ChangeLog, memory_report, snapshot
 from rimuru.server.errors import (
     BodyTimeoutError,
@@ -49,6 +50,7 @@ from rimuru.server.settings import ServerSettings
 from rimuru.server.stream import ClientLeftError, Reply, event_stream, while_connected
 
 Model = TypeVar("Model", bound=BaseModel)
+Body = TypeVar("Body", bound=schema.SamplingFields)
 Result = TypeVar("Result")
 LARGE_BODY_BYTES = 64 << 10
 JSON_VALUES = 20_000
@@ -75,9 +77,14 @@ class Service:
         self.model_name = settings.model_name or loop.loaded.config.name or loop.loaded.gguf.path.stem
         self.created = int(time.time())
         self._large = CapacityLimiter(2)
+        self._arrivals = Arrivals()
 
     async def read(self, request: Request, model: type[Model]) -> Model:
-        """The request's JSON body, checked. The limits on size and time hold before anything is parsed."""
+        """The request's JSON body, checked."""
+        return await self.work(request, _parse, await self._receive(request), model)
+
+    async def _receive(self, request: Request) -> bytes:
+        """The request's body. The limits on size and time hold before anything is parsed."""
         limit, body = self.settings.max_body_bytes, bytearray()
         declared = request.headers.get("content-length", "0")
         if declared.isdigit() and int(declared) > limit:
@@ -94,18 +101,41 @@ class Service:
         except asyncio.TimeoutError:
             raise BodyTimeoutError(f"the body did not come within {self.settings.body_timeout_s:g} seconds") from None
         request.state.n_body_bytes = len(body)
-        return await self.work(request, _parse, bytes(body), model)
+        return bytes(body)
 
     async def work(self, request: Request, function: Callable[..., Result], *args: Any) -> Result:
         """Run a function in a worker thread. Few large requests are worked on at once: each may take seconds and
         hundreds of megabytes, and small ones must not wait for them."""
-        is_large = request.state.n_body_bytes > LARGE_BODY_BYTES
-        return await to_thread.run_sync(function, *args, limiter=self._large if is_large else None)
+        limiter = self._large if _is_large(request) else None
+        return await to_thread.run_sync(function, *args, limiter=limiter)
 
     async def answer(
-        self, request: Request, body: schema.SamplingFields, prepared: Prepared, prefix: str, writer: Writer
+        self,
+        request: Request,
+        model: type[Body],
+        prepare: Callable[[Body], Prepared],
+        prefix: str,
+        new_writer: Callable[[Body], Writer],
     ) -> Response:
-        """Run a job and reply as the body asks, streamed or whole."""
+        """Run a job and reply as the body asks, streamed or whole. A client's jobs go to the engine in the order in
+        which their bodies came; large ones, which take longer to prepare, when they are ready."""
+        data = await self._receive(request)
+        with self._arrivals.place(request.state.client, not _is_large(request)) as place:
+            body = await self.work(request, _parse, data, model)
+            prepared = await self.work(request, prepare, body)
+            reply = self._reply(request, body, prepared, prefix, new_writer(body))
+            await place.turn()
+            self.loop.submit(reply.job)
+        if body.stream:
+            return await event_stream(request, reply)
+        try:
+            return JsonResponse(await while_connected(request, reply.whole()))
+        finally:
+            request.state.note = reply.note()
+
+    def _reply(
+        self, request: Request, body: schema.SamplingFields, prepared: Prepared, prefix: str, writer: Writer
+    ) -> Reply:
         priority = body.priority or 0
         if priority > self.settings.max_priority:
             raise FieldError(f"priority may be at most {self.settings.max_priority} on this server", "priority")
@@ -124,14 +154,7 @@ class Service:
             for i in range(job.n_answers)
         ]
         head = ReplyHead(job.request_id, int(time.time()), body.model or self.model_name)
-        reply = Reply(self.loop, job, states, writer, head, bool(body.stream) and body.wants_usage, self._measure)
-        self.loop.submit(job)
-        if body.stream:
-            return await event_stream(request, reply)
-        try:
-            return JsonResponse(await while_connected(request, reply.whole()))
-        finally:
-            request.state.note = reply.note()
+        return Reply(self.loop, job, states, writer, head, bool(body.stream) and body.wants_usage, self._measure)
 
     def _measure(self, first_token_s: float | None, total_s: float) -> None:
         if first_token_s is not None:
@@ -163,6 +186,10 @@ class Service:
 
     async def engine(self, function: Callable[[], Any]) -> Any:
         return await call_engine(self.loop, function)
+
+
+def _is_large(request: Request) -> bool:
+    return bool(request.state.n_body_bytes > LARGE_BODY_BYTES)
 
 
 def _parse(data: bytes, model: type[Model]) -> Model:
@@ -224,17 +251,17 @@ def _add_errors(app: FastAPI) -> None:
 def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", openapi_extra=body_of(schema.ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        body = await service.read(request, schema.ChatRequest)
-        prepared = await service.work(request, service.preparer.chat, body)
-        writer = ChatWriter(service.logprobs(bool(body.logprobs)))
-        return await service.answer(request, body, prepared, "chatcmpl", writer)
+        def writer(body: schema.ChatRequest) -> Writer:
+            return ChatWriter(service.logprobs(bool(body.logprobs)))
+
+        return await service.answer(request, schema.ChatRequest, service.preparer.chat, "chatcmpl", writer)
 
     @app.post("/v1/completions", openapi_extra=body_of(schema.CompletionRequest))
     async def completions(request: Request) -> Response:
-        body = await service.read(request, schema.CompletionRequest)
-        prepared = await service.work(request, service.preparer.completion, body)
-        writer = CompletionWriter(service.logprobs(body.logprobs is not None))
-        return await service.answer(request, body, prepared, "cmpl", writer)
+        def writer(body: schema.CompletionRequest) -> Writer:
+            return CompletionWriter(service.logprobs(body.logprobs is not None))
+
+        return await service.answer(request, schema.CompletionRequest, service.preparer.completion, "cmpl", writer)
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:
