@@ -208,7 +208,7 @@ class EngineLoop:
             return
         self._jobs.add(job)
         self.counters.n_jobs += 1
-        self.counters.n_prompt_tokens += sum(map(len, job.prompts))
+        self.counters.n_prompt_tokens += sum(map(len, job.prompts)) * job.params.n  # per answer, as those found again
         for answer in list(job.answers):
             if answer.sequence.is_finished:  # no token was asked for
                 self._post_piece(answer)

@@ -54,8 +54,8 @@ class _EngineCollector(Collector):
             outcomes.add_metric([outcome], getattr(counters, f"n_jobs_{outcome}"))
         yield outcomes
         for name, text, value in (
-            ("rimuru_prompt_tokens", "Prompt tokens of accepted requests", counters.n_prompt_tokens),
-            ("rimuru_cached_prompt_tokens", "Prompt tokens found in the prefix cache", counters.n_cached_tokens),
+            ("rimuru_prompt_tokens", "Prompt tokens, once for each answer", counters.n_prompt_tokens),
+            ("rimuru_cached_prompt_tokens", "Of them found in the prefix cache", counters.n_cached_tokens),
             ("rimuru_output_tokens", "Tokens generated", counters.n_output_tokens),
             ("rimuru_engine_steps", "Steps of the engine", counters.n_steps),
             ("rimuru_engine_failed_steps", "Steps that raised", counters.n_failed_steps),

@@ -157,6 +157,18 @@ def guarded(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
     return Guard(app, settings)
 
 
+def show_messages_of_libraries() -> None:
+    """What uvicorn and asyncio say goes where the package's own messages go, at the same level. uvicorn's INFO only
+    repeats ours: it is shown at DEBUG."""
+    package = logging.getLogger("rimuru")
+    level = package.getEffectiveLevel()
+    for name in ("uvicorn", "uvicorn.error", "asyncio"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.WARNING if level == logging.INFO else level)
+        if name != "uvicorn.error":  # it hands on to uvicorn
+            logger.handlers, logger.propagate = list(package.handlers), package.propagate
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket. Raises BadInputError in one line: in use, not allowed, no such address."""
     try:
@@ -180,6 +192,7 @@ def serve(loaded: LoadedModel, settings: ServerSettings, ready: Callable[[str], 
     if not settings.is_local and not settings.api_keys:
         log.warning("the server is open to the network without an API key; set one with --api-key")
     server = Server(loaded, settings)
+    show_messages_of_libraries()
     try:
         server.serve(ready)
     except RimuruError:

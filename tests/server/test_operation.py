@@ -104,19 +104,42 @@ def test_first_signal_drains(script_file: Path, tmp_path: Path) -> None:
     assert re.search(r"served 2 requests .* 403 tokens of answers, \d+\.\d per second", log)
 
 
+def metric(url: str, name: str) -> float:
+    text = httpx.get(f"{url}/metrics", timeout=60).text
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name)
+
+
 def test_second_signal_stops(script_file: Path, tmp_path: Path) -> None:
+    """Each request that is queued then is told why it ends: by 503, or in its stream where that has been opened."""
     with serving(script_file, tmp_path / "log", "--max-sequences", "1") as server:
-        connections = [start_stream(server.url, 500) for _ in range(20)]
+        connections = [start_stream(server.url, 1500) for _ in range(20)]
         connections[0].recv(1000)
+        end = time.monotonic() + 60
+        while metric(server.url, "rimuru_prompt_tokens_total") < 20:  # one each: all have come to the engine
+            assert time.monotonic() < end
+            time.sleep(0.02)
         server.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         assert server.process.poll() is None
-        started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(10) == 0 and time.monotonic() - started < 5
+        assert server.process.wait(60) == 0
         replies = [read_all(connection) for connection in connections]
-        assert any(b"shutting_down" in reply and b"HTTP/1.1 503" in reply for reply in replies)
+    told = [b"shutting_down" in reply for reply in replies]
+    assert any(told) and all(is_told or b"[DONE]" in reply for is_told, reply in zip(told, replies, strict=True))
     assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_the_log_level_holds_for_the_libraries(script_file: Path, tmp_path: Path) -> None:
+    """A request that is no HTTP is uvicorn's to warn of: shown as our lines are, and not above its level."""
+    for level, is_shown in (("info", True), ("error", False)):
+        with serving(script_file, tmp_path / level, "--log-level", level) as server:
+            host, port = server.url.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port)), timeout=60) as connection:
+                connection.sendall(b"no HTTP\r\n\r\n")
+                assert b"400" in read_all(connection)
+        log = (tmp_path / level).read_text()
+        assert bool(re.search(r"^\d\d:\d\d:\d\d WARNING Invalid HTTP", log, re.M)) is is_shown
+        assert ("Invalid HTTP" in log) is is_shown and "Started server process" not in log
 
 
 def test_killed_it_starts_again(script_file: Path, tmp_path: Path) -> None:
@@ -160,10 +183,21 @@ def test_metrics_count(script: Any) -> None:
     names = ("rimuru_prompt_tokens_total", "rimuru_output_tokens_total", "rimuru_request_seconds_count")
     before = [script.metric(name) for name in names]
     script.post("/v1/completions", {"prompt": "012", "temperature": 0, "max_tokens": 9, "n": 2})
-    assert [script.metric(name) - old for name, old in zip(names, before, strict=True)] == [3, 18, 1]
+    assert [script.metric(name) - old for name, old in zip(names, before, strict=True)] == [6, 18, 1]
     text = script.http.get("/metrics").text
     assert 'rimuru_pool_pages{view="expert"}' in text and 'rimuru_requests_total{outcome="done"}' in text
     assert script.metric("rimuru_memory_bytes") == script.http.get("/v1/memory").json()["total_bytes"]
+
+
+def test_what_is_reused_is_counted_as_what_is_asked(script: Any) -> None:
+    """Four answers to a prompt that is known reuse it four times; the share of what was asked stays below one."""
+    names = ("rimuru_prompt_tokens_total", "rimuru_cached_prompt_tokens_total")
+    request = {"prompt": "0123456789" * 30, "temperature": 0, "max_tokens": 2, "n": 4}
+    script.post("/v1/completions", request)
+    before = [script.metric(name) for name in names]
+    script.post("/v1/completions", request)
+    asked, reused = (script.metric(name) - old for name, old in zip(names, before, strict=True))
+    assert asked == 4 * 300 and 300 < reused < asked
 
 
 def test_memory_report_has_the_designs_keys(script: Any) -> None:
@@ -277,3 +311,54 @@ def test_trace_replay_against_another_server(chat: bool, tmp_path: Path) -> None
     assert len(Austere.seen) == 2
     assert {path for path, _ in Austere.seen} == {"/v1/chat/completions" if chat else "/v1/completions"}
     assert all(body["model"] == "theirs" and body["stream"] for _, body in Austere.seen)
+
+
+def replay_against(url: str, trace: Path) -> subprocess.CompletedProcess[str]:
+    trace.write_text("prompt_tokens,output_tokens\n20,5\n30,7\n")
+    command = [sys.executable, str(ROOT / "tools/bench/serve.py"), "--url", url, "--trace", str(trace)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_trace_replay_without_a_server_is_one_line(tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        result = replay_against(f"http://127.0.0.1:{unused.getsockname()[1]}/v1", tmp_path / "trace.csv")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1 and "no server answers at http://127.0.0.1" in result.stderr
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A server that refuses all prompts, and says why."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: the tests' output is not the place."""
+
+    def do_GET(self) -> None:
+        self.answer(200, {"data": [{"id": "theirs"}]})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(400, {"error": {"message": "the prompt is\ntoo long"}})
+
+    def answer(self, status: int, body: Any) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+def test_trace_replay_shows_why_requests_are_refused(tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        result = replay_against(f"http://127.0.0.1:{server.server_port}/v1", tmp_path / "trace.csv")
+    finally:
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
+    assert result.returncode == 1 and "HTTP 400: the prompt is too long" in result.stdout

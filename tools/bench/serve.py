@@ -122,7 +122,7 @@ class Replay:
         try:
             async with client.stream("POST", f"{self.args.url.rstrip('/')}/{self.path}", json=body) as reply:
                 if reply.status_code != 200:
-                    outcome.error = f"HTTP {reply.status_code}"
+                    outcome.error = refusal(reply.status_code, await reply.aread())
                 else:
                     await self._read(reply, outcome, sent)
         except httpx.HTTPError as error:
@@ -151,6 +151,17 @@ class Replay:
                         outcome.first_s = time.perf_counter() - sent
         if not ended:
             outcome.error = "cut off"
+
+
+def refusal(status: int, body: bytes) -> str:
+    """The status, and the reason that an OpenAI error body gives, in one line."""
+    try:
+        error = json.loads(body)["error"]
+        reason = str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        reason = body.decode("utf-8", "replace")
+    reason = " ".join(reason.split())[:200]
+    return f"HTTP {status}: {reason}" if reason else f"HTTP {status}"
 
 
 def text_of(choice: dict[str, Any]) -> str:
@@ -231,7 +242,12 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     replay = Replay(args, read_trace(args.trace, args.requests, args.stretch, args.rate, args.seed))
-    outcomes, total_s = asyncio.run(replay.run())
+    try:
+        outcomes, total_s = asyncio.run(replay.run())
+    except (httpx.HTTPError, httpx.InvalidURL) as error:  # before the first request of the trace
+        reason = " ".join(str(error).split()) or type(error).__name__
+        print(f"serve.py: no server answers at {args.url}: {reason}", file=sys.stderr)
+        return 2
     figures = report(replay, outcomes, total_s)
     print(json.dumps(figures, indent=2) if args.json else table(figures))
     return 1 if figures["errors"] else 0
