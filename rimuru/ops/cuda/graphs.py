@@ -117,15 +117,17 @@ class DecodeGraphs:
         # A collected object may unpin or free device memory, which is forbidden while this thread captures.
         was_enabled = gc.isenabled()
         gc.disable()
-        with self._stream:
-            # thread-local: copies of other threads' streams go on meanwhile
-            self._stream.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeThreadLocal)
-            try:
-                result = forward(step)
-            finally:
-                graph = self._stream.end_capture()
-                if was_enabled:
-                    gc.enable()
+        # Not `with`: where that ends, CuPy makes the null stream current, not the one that was in use before. What is
+        # launched next, the choice of a token, would not wait for the graph.
+        self._stream.use()
+        # thread-local: copies of other threads' streams go on meanwhile
+        self._stream.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeThreadLocal)
+        try:
+            result = forward(step)
+        finally:
+            graph = self._stream.end_capture()
+            if was_enabled:
+                gc.enable()
         graph.upload(self._stream)
         logger.debug("captured a decode step of %d sequences", step.host.n_seqs)
         return _Captured(graph, result, step)
