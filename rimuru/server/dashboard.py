@@ -80,10 +80,15 @@ class ChangeLog:
             before = self.entries.popleft()["gave_way"]
             n_preempted, n_moved = n_preempted + before[0], n_moved + before[1]
         place = f", {n_moved} of them into host memory" if n_moved else ""
-        self.add(f"{n_preempted} answer(s) gave way to others{place}", gave_way=(n_preempted, n_moved))
+        self.add(f"{counted(n_preempted, 'answer')} gave way to others{place}", gave_way=(n_preempted, n_moved))
 
     def add(self, text: str, **more: Any) -> None:
         self.entries.appendleft({"time": time.time(), "text": text, **more})
+
+
+def counted(n: int, name: str) -> str:
+    """1 answer, 2 answers."""
+    return f"{n} {name}" if n == 1 else f"{n} {name}s"
 
 
 def _decision_text(action: str, reason: str, records: list[Record]) -> str:
@@ -94,7 +99,7 @@ def _decision_text(action: str, reason: str, records: list[Record]) -> str:
     layers = sorted({record.layer for record in records})
     of = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
     done = "gave up" if action == "shrink" else "brought in"
-    return f"{done} {n} expert(s) of {of} ({size}): {reason}"
+    return f"{done} {counted(n, 'expert')} of {of} ({size}): {reason}"
 
 
 def snapshot(loop: EngineLoop, changes: ChangeLog, name: str) -> dict[str, Any]:

@@ -48,7 +48,9 @@ class Guard:
             if refusal is not None:
                 await self._refuse(refusal, scope, receive, watched_send)
             else:
-                await self.app(scope, receive, watched_send)
+                # The answer to HEAD is the one to GET; uvicorn leaves its body out.
+                inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+                await self.app(inner, receive, watched_send)
         finally:
             self._log(scope, status, time.monotonic() - started)
 

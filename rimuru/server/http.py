@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import FileResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -316,7 +316,6 @@ def _list_json(values: list[Any]) -> bytes:
 def _add_state(app: FastAPI, service: Service) -> None:
     loop = service.loop
 
-    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         if not loop.is_alive:
@@ -325,7 +324,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
             return JsonResponse({"status": "draining"}, status_code=503)
         return JsonResponse({"status": "ok"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         report = await service.engine(lambda: memory_report(loop.loaded))
         return Response(service.metrics.text(report), media_type="text/plain; version=0.0.4; charset=utf-8")

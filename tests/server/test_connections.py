@@ -150,3 +150,13 @@ def test_a_burst_is_queued_in_the_order_it_came(script: Running, monkeypatch: py
     assert [reply.startswith(b"HTTP/1.1 200") for reply in replies] == [n not in (0, 4) for n in range(9)]
     assert submitted == [str(n) for n in range(9) if n not in (0, 4)]
     assert script.app.state.service._arrivals._lines == {}
+
+
+def test_head_is_get_without_a_body(script: Running) -> None:
+    for path in ("/", "/health", "/v1/models", "/metrics", "/static/dashboard.js"):
+        reply = script.http.head(path)
+        assert (reply.status_code, reply.content) == (200, b"")
+        assert reply.headers["content-type"] == script.http.get(path).headers["content-type"]
+    assert script.http.head("/v1/completions").status_code == 405
+    content = script.http.get("/openapi.json").json()["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
+    assert list(content) == ["text/plain"]

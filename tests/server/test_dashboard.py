@@ -72,10 +72,10 @@ def test_decisions_are_the_adjusters_own(script: Running, monkeypatch: pytest.Mo
         monkeypatch.setattr(loaded.engine.scheduler, "n_preemptions", loaded.engine.scheduler.n_preemptions + n)
     changes.observe()
     assert [entry["text"] for entry in changes.entries] == [
-        "3 answer(s) gave way to others",
+        "3 answers gave way to others",
         "kept the experts: request 5 would need 90 pages, worth giving are 12",
-        "brought in 1 expert(s) of layer 1 (1.0 MiB): 30 pages are free",
-        "gave up 3 expert(s) of layers 0 to 1 (3.0 MiB): request 4 needs 9 pages",
+        "brought in 1 expert of layer 1 (1.0 MiB): 30 pages are free",
+        "gave up 3 experts of layers 0 to 1 (3.0 MiB): request 4 needs 9 pages",
     ]
 
 
@@ -117,6 +117,23 @@ def test_a_chat_by_keyboard_alone(script: Running, browser: Any, width: int, hei
     assert page.evaluate("document.querySelector('#pool').height") > 1
     assert "script" in page.inner_text("#model") and "huge pages" in page.inner_text("#pool-size")
     assert "percent" in page.text_content("#pool-text")
+    picture = page.locator("#pool")
+    picture.focus()
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#pool-cell").startswith("Cell 0: ")
+    page.keyboard.press("End")
+    n_cells = len(script.http.get("/v1/dashboard").json()["pool"]["cells"])
+    assert page.inner_text("#pool-cell").startswith(f"Cell {n_cells - 1}: ")
     assert not page.evaluate("document.documentElement.scrollWidth > window.innerWidth"), "the page scrolls sideways"
     assert (problems, foreign) == ([], [])
+    page.close()
+
+
+def test_a_tap_tells_whose_a_cell_is(script: Running, browser: Any) -> None:
+    page = browser.new_page(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
+    page.goto(f"{script.url}/")
+    page.locator("#legend").get_by_text("free").wait_for()
+    page.locator("#pool").tap(position={"x": 3, "y": 3})
+    cell = page.locator("#pool-cell")
+    assert cell.is_visible() and cell.inner_text().startswith("Cell 0: ")
     page.close()

@@ -259,14 +259,30 @@ async function refresh() {
 }
 
 const POINT_AT_IT = $("pool-cell").textContent;
-$("pool").addEventListener("mouseleave", () => { $("pool-cell").textContent = POINT_AT_IT; });
-$("pool").addEventListener("mousemove", (event) => {
+let chosen = -1;  // the cell that was told of last
+function tellCell(index) {
+  const parts = shown.state.pool.cells[index];
+  chosen = parts === undefined ? -1 : index;
+  $("pool-cell").textContent = parts === undefined ? POINT_AT_IT
+    : `Cell ${index}: ` + (parts.map(([owner, share]) => `${nameOf(owner)} ${(100 * share).toFixed(0)}%`).join(", ") || "free");
+}
+function pointAt(event) {
   if (!shown) return;
   const box = $("pool").getBoundingClientRect();
   const column = Math.floor((event.clientX - box.left) / shown.size), row = Math.floor((event.clientY - box.top) / shown.size);
-  const index = row * shown.columns + column, parts = column < shown.columns ? shown.state.pool.cells[index] : undefined;
-  $("pool-cell").textContent = parts === undefined ? POINT_AT_IT
-    : `Cell ${index}: ` + (parts.map(([owner, share]) => `${nameOf(owner)} ${(100 * share).toFixed(0)}%`).join(", ") || "free");
+  tellCell(column < shown.columns ? row * shown.columns + column : -1);
+}
+$("pool").addEventListener("pointermove", pointAt);
+$("pool").addEventListener("pointerdown", pointAt);
+$("pool").addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") $("pool-cell").textContent = POINT_AT_IT; });
+$("pool").addEventListener("keydown", (event) => {
+  if (!shown || event.ctrlKey || event.altKey || event.metaKey) return;
+  const last = shown.state.pool.cells.length - 1;
+  const to = { ArrowRight: chosen + 1, ArrowLeft: chosen - 1, ArrowDown: chosen < 0 ? 0 : chosen + shown.columns,
+    ArrowUp: chosen - shown.columns, Home: 0, End: last }[event.key];
+  if (to === undefined) return;
+  event.preventDefault();
+  if (to >= 0 && to <= last) tellCell(to);
 });
 window.addEventListener("resize", () => { if (shown) drawPool(shown.state); });
 
