@@ -14,14 +14,14 @@ def serve(args: argparse.Namespace) -> int:
     """Load the model, then answer until a signal ends it: the first drains, the second stops."""
     try:
         from rimuru.server.run import serve as serve_model
-        from rimuru.server.settings import ServerSettings
+        from rimuru.server.settings import ServerSettings, read_api_keys
     except ImportError as error:
         missing = error.name or "one could not be loaded"
         raise BadInputError(f"serving needs more packages ({missing}): {install_command('server')}") from None
     settings = ServerSettings(
         host=args.host,
         port=args.port,
-        api_keys=tuple(args.api_key or ()),
+        api_keys=(*(args.api_key or ()), *read_api_keys(args.api_key_file or ())),
         cors_origins=tuple(args.cors_origin or ()),
         model_name=args.model_name,
         max_waiting=args.max_waiting,

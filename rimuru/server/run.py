@@ -23,6 +23,7 @@ from rimuru.server.connections import (
     most_connections,
     raise_descriptor_limit,
 )
+from rimuru.server.dashboard import counted
 from rimuru.server.guard import Guard
 from rimuru.server.http import create_app
 from rimuru.server.loop import EngineLoop
@@ -52,7 +53,8 @@ class _Uvicorn(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
-            log.warning("%s: finishing %d request(s); again to stop now", signal.Signals(sig).name, self._loop.n_jobs)
+            requests = counted(self._loop.n_jobs, "request")
+            log.warning("%s: finishing %s; again to stop now", signal.Signals(sig).name, requests)
             self._loop.drain()
             self.should_exit = True
         else:
@@ -190,7 +192,7 @@ def serve(loaded: LoadedModel, settings: ServerSettings, ready: Callable[[str], 
     """Serve a loaded model until a signal ends it."""
     raise_descriptor_limit()
     if not settings.is_local and not settings.api_keys:
-        log.warning("the server is open to the network without an API key; set one with --api-key")
+        log.warning("the server is open to the network without an API key; set one with --api-key-file")
     server = Server(loaded, settings)
     show_messages_of_libraries()
     try:

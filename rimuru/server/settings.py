@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from rimuru.base.errors import BadInputError
 
@@ -44,3 +46,20 @@ class ServerSettings:
     @property
     def is_local(self) -> bool:
         return self.host in LOOPBACK
+
+
+def read_api_keys(files: Iterable[str]) -> tuple[str, ...]:
+    """The keys in files, one a line; empty lines and those that begin with # are none. Other users of the machine see
+    a command line, but not such a file. Raises BadInputError for one that cannot be read, or holds no key."""
+    keys: list[str] = []
+    for file in files:
+        try:
+            lines = Path(file).expanduser().read_text("utf-8").splitlines()
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise BadInputError(f"cannot read the API keys in {file}: {reason}") from None
+        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not found:
+            raise BadInputError(f"there is no API key in {file}; write one on a line of its own")
+        keys += found
+    return tuple(keys)

@@ -155,12 +155,23 @@ def test_killed_it_starts_again(script_file: Path, tmp_path: Path) -> None:
         assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
 
 
+def test_keys_come_from_a_file(script_file: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# of the house\nfirst\n\n  second  \n")
+    with serving(script_file, tmp_path / "log", "--api-key-file", str(keys)) as server:
+        for key, status in (("first", 200), ("second", 200), ("# of the house", 401), ("", 401)):
+            headers = {"x-api-key": key}
+            assert httpx.get(f"{server.url}/v1/models", headers=headers, timeout=60).status_code == status
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         (["--port", "70000"], "port"),
         (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
         (["--api-key", ""], "API key"),
+        (["--api-key-file", "/no/such/file"], "/no/such/file"),
+        (["--api-key-file", "/dev/null"], "no API key in /dev/null"),
         (["--request-timeout", "0"], "time-out"),
         (["--max-body", "huge"], "size"),
     ],
