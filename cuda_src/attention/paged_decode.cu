@@ -212,13 +212,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                  const int* positions,     // [T]
                  const int* seq_of_token,  // [T]
                  const int* query_start,   // [S + 1]; used where by_sequence
-                 const char* kv_base,                   // pool base + layer offset
+                 const char* kv_base,       // pool base + layer offset
                  const int* pages,         // [S, n_blocks]
                  const float* sinks,       // [n_head] or null
                  float* partials,          // [tokens, n_head, MAX_SPLITS, VALUE_DIM + 2]; null where Z = 1
                  unsigned* arrivals,       // [tokens, gridDim.x], zero before and after
-                 float* out,                            // [T, n_head * VALUE_DIM]
-                 ACT_PARAMETERS,                        // quantised copy, where VALUE_DIM is a multiple of 32
+                 float* out,               // [T, n_head * VALUE_DIM]
+                 ACT_PARAMETERS,           // quantised copy, where VALUE_DIM is a multiple of 32
                  long long page_bytes, int n_blocks, int page_tokens, int n_head, int n_head_kv, int q_stride, int window,
                  int gated, int by_sequence, float scale) {
     follow_predecessor();

@@ -22,27 +22,6 @@ N_REQUESTS = 12
 PROMPTS = [[1 + i, 7, 30 + i, 99, 5, 12 + i, 3] * (1 + i % 5) for i in range(N_REQUESTS)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("device") / "random.gguf"
-    return write_random_model(path, arch="qwen3moe", quant="q8_0", seed=3, context_length=256)
-
-
-@pytest.fixture(scope="module")
-def answers(model: Path) -> list[list[int]]:
-    with LLM(model, device="cpu") as llm:
-        return [llm.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def tiny(model: Path) -> int:
-    """A budget whose pool holds the requests' pages and a third of the experts at most."""
-    with LLM(model, device="cpu", max_step_tokens=64, max_sequences=N_REQUESTS) as llm:
-        report = llm.memory()
-        fixed = report["dense_bytes"] + report["scratch_bytes"] + report["views"]["buffer"]["bytes"]
-        return fixed + report["views"]["expert"]["bytes"] // 3
-
-
 @pytest.fixture
 def ram_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Engines get the device's store; the list's number is what it may take of host memory."""

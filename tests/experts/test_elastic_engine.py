@@ -15,32 +15,10 @@ from rimuru import LLM, SamplingParams
 from rimuru.base.errors import NotEnoughMemoryError, RimuruError, StoreReadError
 from rimuru.engine.room import ExpertRoom
 from rimuru.request import Sequence
-from tools.make_random_gguf import write_random_model
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
 N_REQUESTS = 32
 PROMPTS = [[1 + i, 7, 30 + i, 99, 5, 12 + i, 3] * (1 + i % 5) for i in range(N_REQUESTS)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("elastic") / "random.gguf"
-    return write_random_model(path, arch="qwen3moe", quant="q8_0", seed=3, context_length=256)
-
-
-@pytest.fixture(scope="module")
-def answers(model: Path) -> list[list[int]]:
-    with LLM(model, device="cpu") as llm:
-        return [llm.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def tiny(model: Path) -> int:
-    """A budget whose pool holds the requests' pages and a third of the experts at most."""
-    with LLM(model, device="cpu", max_step_tokens=64, max_sequences=N_REQUESTS) as llm:
-        report = llm.memory()
-        fixed = report["dense_bytes"] + report["scratch_bytes"] + report["views"]["buffer"]["bytes"]
-        return fixed + report["views"]["expert"]["bytes"] // 3
 
 
 def open_tiny(model: Path, tiny: int, **more: object) -> LLM:
