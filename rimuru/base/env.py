@@ -32,11 +32,6 @@ def poison_free_pages() -> bool:
     return _flag("RIMURU_POISON", False)
 
 
-def fetches_aside() -> bool:
-    """RIMURU_FETCH_ASIDE=1: missed experts come while the others are computed (experts/device_store.py)."""
-    return _flag("RIMURU_FETCH_ASIDE", False)
-
-
 def cuda_source_dir() -> Path | None:
     """RIMURU_CUDA_SRC: folder of the CUDA sources, instead of the packaged ones."""
     value = os.environ.get("RIMURU_CUDA_SRC")

@@ -25,7 +25,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from rimuru.base import env
 from rimuru.base.errors import AuditError, NotEnoughMemoryError
 from rimuru.base.units import human_bytes
 from rimuru.experts.copies import Staging, copy_in, copy_out
@@ -58,7 +57,8 @@ ALL_COME_TOKENS = 12.0
 """`auto`: up to so many tokens in a step, everybody who is missed comes; beyond, only who is warmer than who leaves."""
 
 ASIDE_TOKENS = 5
-"""Fewer tokens than these have few experts to compute meanwhile: not worth the launches of a second turn."""
+"""From so many tokens in a step on, missed experts come while the others are computed. Fewer have few to compute
+meanwhile: not worth the launches of a second turn."""
 
 REPORT_STEPS = 8
 """How often the host asks the device what was chosen and who is resident."""
@@ -110,8 +110,6 @@ class DeviceExpertStore(ResidentSet):
         as last heard. Places that nobody holds yet have one in name, so that residents and places are as many."""
         self._cells = np.flatnonzero(self.residency.exists.reshape(-1))
         """Where the experts of all layers lie in the arrays of residency."""
-        self.aside_tokens = ASIDE_TOKENS if self.by_device and env.fetches_aside() else 1 << 30
-        """From so many tokens in a step on, missed experts come while the others are computed."""
         self.is_watching = True
         """Whether the running step counts, and brings in what it misses: not while every expert is resident."""
         self._n_empty = 0
@@ -148,7 +146,7 @@ class DeviceExpertStore(ResidentSet):
     def waves(self, layer_slot: int, ids: Array, positions: Array) -> Iterator[Wave]:
         """One wave: every expert can be read, wherever it lies. Or two: those that are there, while the others come."""
         table, places = self._tables[layer_slot], self.places.layers[layer_slot]
-        if self.is_watching and len(ids) >= self.aside_tokens:
+        if self.is_watching and self.by_device and len(ids) >= ASIDE_TOKENS:
             self.ops.fetch_aside(ids, positions, places)
             yield Wave(table, places.now)
             self.ops.join_fetch()

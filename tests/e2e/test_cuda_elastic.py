@@ -19,9 +19,9 @@ PROMPTS = [[1 + i, 7, 30 + i, 99, 5, 12 + i, 3] * (1 + i % 4) for i in range(8)]
 SWITCHES: dict[str, dict[str, object]] = {
     "recency": {"residency": "recency"},
     "hot set": {"residency": "hotset"},
-    "come aside": {},
-    "no loading buffers, come aside": {"prefetch": False},
-    "no loading buffers": {"residency": "recency", "prefetch": False},
+    "auto": {},
+    "no loading buffers": {"prefetch": False},
+    "no loading buffers, recency": {"residency": "recency", "prefetch": False},
     "no fill on read": {"fill_on_read": False},
     "little RAM": {"ram": "200MB"},
 }
@@ -32,11 +32,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     path = tmp_path_factory.mktemp("elastic") / f"{request.param}.gguf"
     write_random_model(path, arch=request.param, quant="q4_k", seed=3, context_length=1024)
     return path
-
-
-@pytest.fixture(autouse=True)
-def aside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RIMURU_FETCH_ASIDE", str(int("come aside" in request.node.name)))
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +84,11 @@ def test_nothing_is_read_in_place_where_that_is_off(model: Path, answers: list[l
         assert isinstance(store, TieredExpertStore) and store.counters.n_read > 0
 
 
-@pytest.mark.parametrize("poison", ["0", "1", "0, come aside"])
+@pytest.mark.parametrize("poison", ["0", "1"])
 def test_places_come_go_and_move_while_graphs_run(
     model: Path, answers: list[list[int]], poison: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RIMURU_POISON", poison[0])
+    monkeypatch.setenv("RIMURU_POISON", poison)
     with open_model(model) as llm:
         store, engine, rng = store_of(llm), llm.loaded.engine, np.random.default_rng(1)
         assert store.by_device

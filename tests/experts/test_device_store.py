@@ -13,7 +13,7 @@ from rimuru import LLM, SamplingParams
 from rimuru.config import EngineConfig
 from rimuru.engine import build
 from rimuru.engine.stores import may_read_in_place
-from rimuru.experts.device_store import DeviceExpertStore, home_bytes
+from rimuru.experts.device_store import ASIDE_TOKENS, DeviceExpertStore, home_bytes
 from rimuru.memory.views import ExpertView
 from tools.make_random_gguf import write_random_model
 
@@ -51,14 +51,31 @@ def store_of(llm: LLM) -> DeviceExpertStore:
     return store
 
 
+def watch_fetches(store: DeviceExpertStore, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Tokens of every fetch from now on, of those beside the computing and of those before it."""
+    turns: dict[str, list[int]] = {"aside": [], "at once": []}
+
+    def watch(name: str, way: str) -> None:
+        fetch = getattr(store.ops, name)
+
+        def watched(ids: np.ndarray, *more: object) -> None:
+            turns[way].append(len(ids))
+            fetch(ids, *more)
+
+        monkeypatch.setattr(store.ops, name, watched, raising=False)
+
+    watch("fetch_aside", "aside")
+    watch("fetch_experts", "at once")
+    return turns
+
+
 VARIANTS: dict[str, dict[str, object]] = {
     "cost": {},
     "paper": {"policy": "paper"},
     "a fifth, hot set": {"resident_experts": 0.2, "residency": "hotset"},
     "a fifth, recency": {"resident_experts": 0.2, "residency": "recency"},
     "a fifth, no loading buffers": {"resident_experts": 0.2, "prefetch": False},
-    "a fifth, come aside": {"resident_experts": 0.2},
-    "none, come aside": {"resident_experts": 0},
+    "a fifth": {"resident_experts": 0.2},
     "none": {"resident_experts": 0},
     "paper, no fill on read": {"policy": "paper", "fill_on_read": False},
     "no room at home": {"policy": "paper"},
@@ -72,19 +89,20 @@ def test_answers_are_the_same_whoever_decides(
     """Pages are poisoned when they are given back, and every structure is audited after every step."""
     monkeypatch.setenv("RIMURU_POISON", "1")
     monkeypatch.setenv("RIMURU_AUDIT", "1")
-    if name.endswith("come aside"):
-        monkeypatch.setenv("RIMURU_FETCH_ASIDE", "1")
     if name == "no room at home":
         monkeypatch.setattr(DeviceExpertStore, "_keeps_all_at_home", lambda self, ram_bytes: False)
     with open_tiny(model, tiny, **VARIANTS[name]) as llm:
         store = store_of(llm)
+        turns = watch_fetches(store, monkeypatch)
         found = [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
         assert found == answers
         counters = store.counters
         assert counters.n_asked > 0 and 0.0 <= counters.hit_rate < 1.0
         assert counters.n_asked - counters.n_hits <= counters.n_read
         assert (counters.n_filled > 0) == (store.by_device and not name.startswith("none"))
-        assert (store.aside_tokens < 64) == name.endswith("come aside")
+        assert bool(turns["aside"]) == store.by_device and turns["at once"]
+        assert min(turns["aside"], default=ASIDE_TOKENS) >= ASIDE_TOKENS
+        assert not store.by_device or max(turns["at once"]) < ASIDE_TOKENS
         if name.startswith("none"):
             assert counters.n_hits == 0
 
