@@ -35,8 +35,12 @@ def test_the_table(model: Path, budgets: tuple[int, int], tmp_path: Path, capsys
     assert elastic.main([*command, "--routing", "synthetic"]) == 0
     values = json.loads(output.read_text())
     rows = {(row["memory"], row["policy"], row["residency"]): row for row in values["rows"]}
-    assert len(rows) == 2 * (3 * 2 + 1)
     whole, half = (str(n) for n in budgets)
+    others = {("paper", "auto"), ("fixed", "auto"), ("static", "auto")}
+    assert {key[1:] for key in rows if key[0] == half} == {("cost", r) for r in ("auto", "hotset", "recency")} | others
+    left_out = [line for line in values["left_out"] if line.startswith(whole)]
+    assert all("cost, " in line and "stay in the pool" in line for line in left_out)
+    assert len([key for key in rows if key[0] == whole]) + len(left_out) == 6
     for (memory, policy, _), row in rows.items():
         if (memory, policy) == (half, "static"):
             assert not row["cells"] and "memory" in row["error"]
@@ -53,7 +57,45 @@ def test_the_table(model: Path, budgets: tuple[int, int], tmp_path: Path, capsys
         cell["bytes_over_link_per_token"] > 0 for key, row in rows.items() if key[0] == half for cell in row["cells"]
     )
     assert len(values["loads"]) == 5  # elastic and fixed twice, static once
-    assert capsys.readouterr().out.count("| cost |") == 4
+    printed = capsys.readouterr().out
+    assert printed.count("| cost, ") == 6 - len(left_out) and "refuses to start" in printed
+    assert "Routing: synthetic qwen3-30b" in printed and f"{half}, cost: `auto` reaches" in printed
+    assert elastic.main(["--table", str(output)]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_rows_of_several_files_make_one_table_for_each_routing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cell(streams: int, rate: float, hits: float | None = 0.5, started: int | None = None) -> dict[str, object]:
+        return {
+            "streams": streams, "started": streams if started is None else started, "tokens_per_s": rate,
+            "per_token_ms": 1e3 * streams / rate, "first_token_ms": {"mean": 80.0}, "hit_rate": hits,
+            "bytes_over_link_per_token": 2.5e6,
+        }  # fmt: skip
+
+    def row(memory: str, residency: str, cells: list[object], **more: object) -> dict[str, object]:
+        prompts = {"first_token_alone_ms": 44.4, "prefill_2048_tokens_per_s": 9876.0}
+        base = {"memory": memory, "policy": "cost", "residency": residency, "off": "", "cells": cells}
+        return {**base, "routing": "synthetic", "prompts": prompts, **more}
+
+    static = {"memory": "8GB", "policy": "static", "residency": "auto", "off": "", "cells": [], "error": "--memory is"}
+    first = {"rows": [row("8GB", "auto", [cell(8, 90, started=2), cell(1, 100)]), static], "left_out": ["a: b"]}
+    rows = [row("14GB", r, [cell(1, rate)]) for r, rate in (("auto", 200), ("hotset", 100), ("recency", 250))]
+    second = {"rows": [*rows, row("14GB", "auto", [cell(1, 300, None)], routing="model")], "left_out": ["a: b"]}
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, result in zip(files, (first, second), strict=True):
+        path.write_text(json.dumps(result))
+    assert elastic.main(["--table", *map(str, files)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    tables = [number for number, line in enumerate(lines) if line.startswith("Routing: ")]
+    assert [lines[number].split(".")[0] for number in tables] == ["Routing: synthetic", "Routing: model"]
+    assert "| 14GB | cost, auto | 44 | 9,876 | **200** 5.0 80 0.50 2.5 |  |" in lines[: tables[1]]
+    assert "| 8GB | cost, auto | 44 | 9,876 | **100** 10.0 80 0.50 2.5 | **90** 88.9 80 0.50 2.5 (2 let in) |" in lines
+    assert "| 8GB | static, auto | refuses to start: the experts do not fit | | | |" in lines
+    assert "14GB, cost: `auto` reaches, of the better one of hot set and recency, 1 streams 80% of recency." in lines
+    assert "| 14GB | cost, auto | 44 | 9,876 | **300** 3.3 80 all 2.5 |" in lines[tables[1] :]
+    assert lines.count("Left out: a: b.") == 1
 
 
 def test_one_change_at_a_time(model: Path, budgets: tuple[int, int], tmp_path: Path) -> None:
@@ -63,10 +105,12 @@ def test_one_change_at_a_time(model: Path, budgets: tuple[int, int], tmp_path: P
     values = json.loads(output.read_text())
     rows = values["rows"]
     base = rows[0]
-    assert base["policy"] == "cost" and base["residency"] == "recency" and base["off"] == ""
+    assert base["policy"] == "cost" and base["residency"] == "auto" and base["off"] == ""
     for row in rows[1:]:
         assert sum(row[name] != base[name] for name in ("policy", "residency", "off")) == 1
         assert "error" not in row and row["cells"]
+    assert {row["residency"] for row in rows} == {"auto", "hotset", "recency"}
+    assert {row["policy"] for row in rows} == {"cost", "fixed"}
     assert {row["off"] for row in rows} == {"", "fill_on_read"}  # on the CPU the others change nothing
     left_out = [line.split(":")[0] for line in values["left_out"]]
     assert left_out == [f"{budgets[1]}, no prefetch", f"{budgets[1]}, no in_place"]
@@ -92,4 +136,12 @@ def test_a_row_that_fails_says_so_and_the_next_one_runs(
 
 def test_the_end_of_the_time(model: Path, budgets: tuple[int, int]) -> None:
     args = [str(model), *QUICK, "--memory", str(budgets[1]), "--streams", "1", "--limit-seconds", "0"]
-    assert elastic.run(elastic.parse(args)).values["rows"] == []
+    values = elastic.run(elastic.parse(args)).values
+    assert values["rows"] == [] and all(line.endswith("out of time") for line in values["left_out"])
+    assert len(values["left_out"]) == 6
+
+
+def test_a_model_or_files() -> None:
+    for words in ([], ["model.gguf", "--table", "a.json"]):
+        with pytest.raises(SystemExit):
+            elastic.parse(words)

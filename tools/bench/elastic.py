@@ -4,18 +4,22 @@
     python tools/bench/elastic.py MODEL --memory 14GB,8GB,24GB --streams 96,32,8,1 --output elastic.json
     python tools/bench/elastic.py MODEL --memory 14GB --ablate --output ablation.json
     python tools/bench/elastic.py MODEL --memory 14GB --routing synthetic ...
+    python tools/bench/elastic.py --table elastic.json ablation.json
 
 For each budget the model is loaded once for policies `paper` and `cost`, which are changed while it is loaded (as the
-residency is), and once for each of `static` (all experts resident; left out where they do not fit) and `fixed`. A cell:
+residency is), and once for each of `static` (all experts resident; it refuses to start where they do not fit) and
+`fixed`. The residencies are compared under the first policy; the others have the first residency, and where nothing was
+brought over the link, no second residency is measured. A cell:
 
     streams come together with prompts of 118 random tokens    -> time to first token, of each that is let in (a policy
                                                                   may let others wait: see `started`)
     then they decode at temperature 1: --warm seconds that are not counted, --seconds that are, without a stop between
                                                                -> tokens per second of all, per token, hit rate, link
 
-Per loading, policy and residency, before its cells: a prompt of 118 tokens alone, and one of 2,048. The cells of one
-configuration follow each other with the most streams first, so that a hot set has seen the most when few streams ask.
-The JSON is written after every cell; --limit-seconds ends the run early with what there is.
+Every row begins with the same streams of the routing, where one is put in place of the model's. Before its cells: a
+prompt of 118 tokens alone, and one of 2,048. The cells of a row follow each other with the most streams first, so that
+a hot set has seen the most when few streams ask.
+The JSON is written after every row; --limit-seconds ends the run early with what there is.
 """
 
 from __future__ import annotations
@@ -26,19 +30,21 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script
 from rimuru import LLM, SamplingParams
 from rimuru.base.errors import BadInputError, NotEnoughMemoryError, RimuruError
 from rimuru.commands.bench import counters, routing_label, use_routing
 from rimuru.engine.room import ExpertRoom
 from rimuru.experts.device_store import DeviceExpertStore
+from rimuru.experts.replay import RoutingReplay
 from rimuru.request import Sequence
+from tools.bench.elastic_table import markdown, row_line, table_of_files
 
 ELASTIC = ("paper", "cost")
 SWITCHES = ("fill_on_read", "prefetch", "in_place")
@@ -180,7 +186,8 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
             found += ablations(memory, args)
             continue
         for policy in args.policies:
-            residencies = ["auto"] if policy == "static" else args.residency
+            residencies = args.residency if policy == args.policies[0] else args.residency[:1]
+            residencies = ["auto"] if policy == "static" else residencies
             found += [Setting(memory, policy, residency) for residency in residencies]
     return found
 
@@ -189,20 +196,22 @@ def ablations(memory: str, args: argparse.Namespace) -> list[Setting]:
     """The first of the policies and residencies, and the same with one thing changed at a time."""
     policy, residency = args.policies[0], args.residency[0]
     base = Setting(memory, policy, residency)
-    others = [Setting(memory, other, residency) for other in ELASTIC if other != policy]
-    others += [Setting(memory, policy, other) for other in ("hotset", "recency") if other != residency]
+    others = [Setting(memory, policy, other) for other in ("hotset", "recency") if other != residency]
     switched = [dataclasses.replace(base, off=name) for name in SWITCHES]
     return [base, *others, Setting(memory, "fixed", residency), *switched]
 
 
-def open_engine(args: argparse.Namespace, setting: Setting) -> LLM:
-    """Load the model for a setting and put the routing in place."""
+def open_engine(args: argparse.Namespace, setting: Setting, replay: RoutingReplay | None) -> LLM:
+    """Load the model for a setting and put the routing in place: that of `replay`, where it has been made already."""
     more: dict[str, Any] = {setting.off: False} if setting.off else {}
     llm = LLM(
         args.model, device=args.device, memory=setting.memory, ram=args.ram, threads=args.threads, context=args.ctx,
         policy=setting.policy, residency=setting.residency, max_sequences=max(args.streams), prefix_cache=False,
         seed=args.seed, **more,
     )  # fmt: skip
+    if replay is not None:
+        llm.loaded.engine.replay = replay
+        return llm
     try:
         n_tokens = args.prompt + 512
         use_routing(llm, args.routing, args.router, args.topics, max(args.streams) // 2, n_tokens, args.seed)
@@ -236,46 +245,36 @@ class Table:
         if self.path is not None:
             Path(self.path).write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
 
-    def lines(self) -> Iterator[str]:
-        """For people: a line a configuration; of each cell tokens per second, milliseconds per token and to the first
-        one (mean of those that come together), hit rate, megabytes over the link per token."""
-        sizes = self.values["settings"]["streams"]
-        heads = "".join(f"| {n} streams: tok/s, ms, first ms, hits, MB " for n in sizes)
-        yield f"| memory | policy | residency | off | prompt alone, ms | long prompt, tok/s {heads}|"
-        yield "|" + " --- |" * (6 + len(sizes))
-        for row in self.values["rows"]:
-            cells = {cell["streams"]: self._cell(cell) for cell in row["cells"]}
-            prefill = next((v for k, v in row.get("prompts", {}).items() if k.startswith("prefill")), 0.0)
-            first = row.get("prompts", {}).get("first_token_alone_ms", 0.0)
-            note = f" {row['error']}" if "error" in row else ""
-            yield (
-                f"| {row['memory']} | {row['policy']} | {row['residency']} | {row['off'] and 'no ' + row['off']} | "
-                f"{first:.0f} | {prefill:.0f} | {' | '.join(cells.get(n, '') for n in sizes)} |{note}"
-            )
-
-    @staticmethod
-    def _cell(cell: dict[str, Any]) -> str:
-        hits = "-" if cell["hit_rate"] is None else f"{cell['hit_rate']:.2f}"
-        waiting = "" if cell["started"] == cell["streams"] else f" ({cell['started']} let in)"
-        return (
-            f"**{cell['tokens_per_s']:.0f}** {cell['per_token_ms']:.1f} {cell['first_token_ms']['mean']:.0f} {hits} "
-            f"{cell['bytes_over_link_per_token'] / 1e6:.1f}{waiting}"
+    def nothing_moved(self, setting: Setting) -> bool:
+        """Whether a row of the same budget and policy has shown that all experts stay: who leaves is no question."""
+        return any(
+            row["cells"]
+            and (row["memory"], row["policy"], row["off"]) == (setting.memory, setting.policy, setting.off)
+            and all(cell["bytes_over_link_per_token"] == 0 for cell in row["cells"])
+            for row in self.values["rows"]
         )
+
+    def leave_out(self, setting: Setting, why: str) -> None:
+        what = f"no {setting.off}" if setting.off else f"{setting.policy}, {setting.residency}"
+        self.values["left_out"].append(f"{setting.memory}, {what}: {why}")
 
 
 def measure_row(llm: LLM, setting: Setting, args: argparse.Namespace, deadline: float) -> dict[str, Any]:
     """All cells of a configuration; what went wrong is in `error`."""
     row: dict[str, Any] = {**dataclasses.asdict(setting), "routing": routing_label(llm), "cells": []}
     rng = np.random.default_rng(args.seed)
+    engine = llm.loaded.engine
     try:
         use(llm, setting)
+        if engine.replay is not None:  # the same streams for every row
+            engine.replay = RoutingReplay(engine.replay.recording)
         row["prompts"] = measure_prompts(llm, args.prompt, rng)
         for n_streams in sorted(args.streams, reverse=True):
             if time.monotonic() > deadline:
                 row["error"] = "out of time"
                 break
             row["cells"].append(measure_streams(llm, n_streams, args, rng))
-            llm.loaded.engine.audit()
+            engine.audit()
     except Exception as error:  # the other rows are wanted all the same
         row["error"] = f"{type(error).__name__}: {error}"
     report = llm.memory()
@@ -288,32 +287,38 @@ def run(args: argparse.Namespace) -> Table:
     """Every row, loading anew where a setting needs it, or where the last one failed."""
     table, deadline = Table(args), time.monotonic() + args.limit_seconds
     llm: LLM | None = None
+    replay: RoutingReplay | None = None
     loaded_for: tuple[str, str, str] | None = None
     plain: dict[str, type] = {}
     try:
         for setting in settings_of(args):
             if time.monotonic() > deadline:
-                break
+                table.leave_out(setting, "out of time")
+                continue
+            if not setting.off and table.nothing_moved(setting):
+                table.leave_out(setting, "as the row before, whose experts all stay in the pool")
+                continue
             if llm is not None and loaded_for != setting.loads_alike:
                 llm.close()
                 llm = None
             if llm is None:
                 try:
-                    llm, loaded_for = open_engine(args, setting), setting.loads_alike
+                    llm, loaded_for = open_engine(args, setting, replay), setting.loads_alike
                 except RimuruError as error:
                     if not isinstance(error, (NotEnoughMemoryError, BadInputError)):
                         raise
                     table.add({**dataclasses.asdict(setting), "cells": [], "error": str(error)})
                     continue
+                replay = llm.loaded.engine.replay
                 table.values["loads"].append({"for": list(loaded_for), "seconds": llm.loaded.load_s})
             if not setting.off:
                 plain[setting.memory] = type(llm.loaded.store)
             elif changes_nothing(llm, setting.off, plain.get(setting.memory)):
-                table.values["left_out"].append(f"{setting.memory}, no {setting.off}: changes nothing here")
+                table.leave_out(setting, "changes nothing here")
                 continue
             row = measure_row(llm, setting, args, deadline)
             table.add(row)
-            print(list(table.lines())[-1], file=sys.stderr, flush=True)
+            print(row_line(row, sorted(args.streams)), file=sys.stderr, flush=True)
             if "error" in row and row["error"] != "out of time":
                 llm.close()
                 llm = None
@@ -334,11 +339,12 @@ def numbers(text: str) -> list[int]:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only print the Markdown of such JSON")
     parser.add_argument("--memory", type=names, default=["14GB", "24GB", "8GB"], metavar="SIZE,SIZE")
     parser.add_argument("--streams", type=numbers, default=[96, 32, 8, 1], metavar="N,N")
     parser.add_argument("--policies", type=names, default=["cost", "paper", "fixed", "static"], metavar="NAME,NAME")
-    parser.add_argument("--residency", type=names, default=["recency", "hotset"], metavar="NAME,NAME")
+    parser.add_argument("--residency", type=names, default=["auto", "hotset", "recency"], metavar="NAME,NAME")
     parser.add_argument("--ablate", action="store_true", help="one change at a time to the first policy and residency")
     parser.add_argument("--routing", default="model", metavar="model|synthetic|FILE")
     parser.add_argument("--router", default="auto", metavar="NAME")
@@ -354,13 +360,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if (args.model is None) == (args.table is None):
+        parser.error("give a model to measure, or --table and files")
+    return args
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
+    if args.table:
+        print(table_of_files(args.table))
+        return 0
     table = run(args)
-    print("\n".join(table.lines()))
+    print("\n".join(markdown([table.values])))
     return 0 if any(row["cells"] for row in table.values["rows"]) else 1
 
 

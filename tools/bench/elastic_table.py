@@ -1,0 +1,101 @@
+"""The results of tools/bench/elastic.py as Markdown: one table for each routing, whatever files the rows come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rimuru.base.units import parse_bytes
+
+Row = dict[str, Any]
+RESIDENCIES = ("hotset", "recency")
+
+
+def table_of_files(paths: Iterable[Path]) -> str:
+    """Markdown of all that these files hold, the rows of the last file where several have the same."""
+    return "\n".join(markdown([json.loads(path.read_text(encoding="utf-8")) for path in paths]))
+
+
+def markdown(results: list[dict[str, Any]]) -> Iterator[str]:
+    """Lines of tables, and of what was left out, of results as elastic.py writes them."""
+    by_routing: dict[str, dict[tuple[str, ...], Row]] = {}
+    refused: dict[tuple[str, ...], Row] = {}
+    for result in results:
+        for row in result["rows"]:
+            (by_routing.setdefault(row["routing"], {}) if "routing" in row else refused)[_key(row)] = row
+    for routing, found in by_routing.items():
+        rows = [*found.values(), *(row for key, row in refused.items() if key not in found)]
+        yield from _table(routing, sorted(rows, key=lambda row: -parse_bytes(row["memory"])))
+        yield from _best(rows)
+    notes = dict.fromkeys(note for result in results for note in result.get("left_out", []))
+    yield from (f"Left out: {note}." for note in notes)
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return row["memory"], row["policy"], row["residency"], row["off"]
+
+
+def sizes_of(rows: Iterable[Row]) -> list[int]:
+    """Numbers of streams that occur, ascending."""
+    return sorted({cell["streams"] for row in rows for cell in row["cells"]})
+
+
+def _table(routing: str, rows: list[Row]) -> Iterator[str]:
+    sizes = sizes_of(rows)
+    yield f"Routing: {routing}. Of each number of streams: **tokens per second of all**, milliseconds per token,"
+    yield "milliseconds to the first token when all come together (mean), share of experts found in the pool, MB over"
+    yield "the link per token."
+    yield ""
+    yield "| memory | policy, residency | prompt alone, ms | long prompt, tok/s |" + "".join(f" {n} |" for n in sizes)
+    yield "|" + " --- |" * (4 + len(sizes))
+    yield from (row_line(row, sizes) for row in rows)
+    yield ""
+
+
+def row_line(row: Row, sizes: list[int]) -> str:
+    """One row of the table, for these numbers of streams."""
+    what = f"{row['policy']}, {row['residency']}" + (f", no {row['off']}" if row["off"] else "")
+    if not row["cells"]:
+        return f"| {row['memory']} | {what} | {_reason(row)} |" + " |" * (len(sizes) + 1)
+    cells = {cell["streams"]: _cell(cell) for cell in row["cells"]}
+    prompts = row.get("prompts", {})
+    prefill = next((rate for name, rate in prompts.items() if name.startswith("prefill")), 0.0)
+    note = f" {row['error']}" if "error" in row else ""
+    return (
+        f"| {row['memory']} | {what} | {prompts.get('first_token_alone_ms', 0.0):.0f} | {prefill:,.0f} | "
+        + " | ".join(cells.get(n, "") for n in sizes)
+        + f" |{note}"
+    )
+
+
+def _reason(row: Row) -> str:
+    """Why a row has no figures, in few words where it is the usual reason."""
+    error = str(row.get("error", "not measured"))
+    return "refuses to start: the experts do not fit" if row["policy"] == "static" and "memory" in error else error
+
+
+def _cell(cell: dict[str, Any]) -> str:
+    hits = "all" if cell["hit_rate"] is None else f"{cell['hit_rate']:.2f}"
+    waiting = "" if cell["started"] == cell["streams"] else f" ({cell['started']} let in)"
+    return (
+        f"**{cell['tokens_per_s']:,.0f}** {cell['per_token_ms']:.1f} {cell['first_token_ms']['mean']:.0f} {hits} "
+        f"{cell['bytes_over_link_per_token'] / 1e6:.1f}{waiting}"
+    )
+
+
+def _best(rows: list[Row]) -> Iterator[str]:
+    """What `auto` reaches of the better of the other two residencies, where all three were measured."""
+    found = {_key(row): {cell["streams"]: cell["tokens_per_s"] for cell in row["cells"]} for row in rows}
+    for (memory, policy, residency, off), auto in found.items():
+        others = [found.get((memory, policy, other, off), {}) for other in RESIDENCIES]
+        shares = []
+        for n in sorted(auto if residency == "auto" else ()):
+            rates = [rates.get(n) for rates in others]
+            if all(rates):
+                best = max(range(len(rates)), key=lambda i: rates[i] or 0.0)
+                shares.append(f"{n} streams {auto[n] / (rates[best] or 1.0):.0%} of {RESIDENCIES[best]}")
+        if shares:
+            yield f"{memory}, {policy}: `auto` reaches, of the better one of hot set and recency, {', '.join(shares)}."
+            yield ""
