@@ -90,6 +90,27 @@ class Recorder:
         request.last_s = now
         request.n_tokens += 1
 
+    @property
+    def n_started(self) -> int:
+        """Requests that have had a token."""
+        return sum(request.first_s is not None for request in self._requests.values())
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of answers."""
+        return sum(request.n_tokens for request in self._requests.values())
+
+    @property
+    def mean_first_s(self) -> float:
+        """Time to first token, mean of those that have had one."""
+        waits = [r.first_s - r.arrival_s for r in self._requests.values() if r.first_s is not None]
+        return sum(waits) / len(waits) if waits else 0.0
+
+    @property
+    def used_bytes(self) -> float:
+        """What went over the link because steps used it."""
+        return self._bytes["used"]
+
     def result(self, makespan_s: float, decisions: DecisionLog | None) -> Result:
         done = [r for r in self._requests.values() if r.first_s is not None]
         ttft = np.array([(r.first_s or 0.0) - r.arrival_s for r in done])

@@ -114,7 +114,7 @@ class NoCopier:
 
 
 class Simulation:
-    """One model, one set of settings; `run` takes a trace through it."""
+    """One model, one set of settings; `run` takes a trace through it, or `start` and `step` do, step by step."""
 
     def __init__(self, gguf: Gguf, settings: Settings) -> None:
         """Raises NotEnoughMemoryError where the dense weights, or a fixed number of experts, do not fit."""
@@ -205,21 +205,33 @@ class Simulation:
     # ---- running
     def run(self, trace: list[TraceRequest]) -> Result:
         """Until every request has been answered. Raises NotEnoughMemoryError for one that can never fit."""
-        recorder = Recorder(self.pool, self.scheduler, self.store)
-        pending = deque(enumerate(trace))
-        now = 0.0
-        while pending or self.scheduler.has_work:
-            if not self.scheduler.has_work:
-                now = max(now, pending[0][1].arrival_s)
-            while pending and pending[0][1].arrival_s <= now:
-                number, request = pending.popleft()
-                sequence = self._sequence(number, request)
-                recorder.arrived(sequence, request.arrival_s)
-                self.scheduler.add(sequence)
-            now = self._step(now, recorder)
+        self.start(trace)
+        while self.step():
+            pass
         if self.settings.audit:
             self.audit()
-        return recorder.result(now, self.room.decisions if isinstance(self.room, ExpertRoom) else None)
+        return self.recorder.result(self.now_s, self.room.decisions if isinstance(self.room, ExpertRoom) else None)
+
+    def start(self, trace: list[TraceRequest]) -> None:
+        """At time 0, with nothing running: for who wants to look at `store`, `recorder` and `now_s` between steps."""
+        self.now_s = 0.0
+        self.recorder = Recorder(self.pool, self.scheduler, self.store)
+        self._pending = deque(enumerate(trace))
+
+    def step(self) -> bool:
+        """Whoever has come by now, and one step; False, and nothing happens, where every request has been answered."""
+        pending = self._pending
+        if not pending and not self.scheduler.has_work:
+            return False
+        if not self.scheduler.has_work:
+            self.now_s = max(self.now_s, pending[0][1].arrival_s)
+        while pending and pending[0][1].arrival_s <= self.now_s:
+            number, request = pending.popleft()
+            sequence = self._sequence(number, request)
+            self.recorder.arrived(sequence, request.arrival_s)
+            self.scheduler.add(sequence)
+        self.now_s = self._step(self.now_s, self.recorder)
+        return True
 
     def _sequence(self, number: int, request: TraceRequest) -> Sequence:
         tokens = [(number + 1) << 12] * request.n_prompt  # no other request's, so that nothing is shared by accident
