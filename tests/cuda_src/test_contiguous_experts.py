@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,3 +122,37 @@ def test_first_rows_do_not_overlap() -> None:
     assert starts["down"] * down.row_bytes >= 2 * 128 * 768 * gate.row_bytes
     assert starts["down"] * down.row_bytes % 16 == 0
     assert n_bytes >= (starts["down"] + 128 * 2048) * down.row_bytes
+
+
+class Stream:
+    """As CuPy's: the end of a `with` makes the null stream the current one, though `use` had chosen another."""
+
+    def __init__(self, current: list[object]) -> None:
+        self.current = current
+
+    def use(self) -> None:
+        self.current[:] = [self]
+
+    def __enter__(self) -> Stream:
+        self.use()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.current[:] = ["null"]
+
+    def begin_capture(self, mode: object) -> None: ...
+
+    def end_capture(self) -> list[object]:
+        return list(self.current)
+
+
+def test_what_follows_a_capture_goes_to_the_stream_of_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = types.SimpleNamespace(streamCaptureModeThreadLocal=1)
+    fake = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    current: list[object] = ["null"]
+    ops = types.SimpleNamespace(stream=Stream(current))
+    done: list[object] = []
+    graph = paging.graph_of(ops, [lambda: done.append(list(current))], 2)  # type: ignore[list-item]
+    assert graph == [ops.stream] == current
+    assert done == [current, current]

@@ -58,13 +58,13 @@ class Chain:
         import cupy
 
         gc.disable()
-        with self.ops.stream:
-            self.ops.stream.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeThreadLocal)
-            try:
-                self.run()
-            finally:
-                graph = self.ops.stream.end_capture()
-                gc.enable()
+        self.ops.stream.use()
+        self.ops.stream.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeThreadLocal)
+        try:
+            self.run()
+        finally:
+            graph = self.ops.stream.end_capture()
+            gc.enable()
         return graph
 
 

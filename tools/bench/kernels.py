@@ -138,14 +138,14 @@ class DeviceBench:
     def graph(self, launches: list[Any], n_times: int) -> Any:
         import cupy
 
-        with self.ops.stream:
-            self.ops.stream.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeThreadLocal)
-            try:
-                for _ in range(n_times):
-                    for kernel, args, named in launches:
-                        kernel(*args, **named)
-            finally:
-                graph = self.ops.stream.end_capture()
+        self.ops.stream.use()  # not `with`, after which the null stream would be the current one
+        self.ops.stream.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeThreadLocal)
+        try:
+            for _ in range(n_times):
+                for kernel, args, named in launches:
+                    kernel(*args, **named)
+        finally:
+            graph = self.ops.stream.end_capture()
         return graph
 
     def microseconds(self, launches: list[Any], n_calls: int) -> float:
@@ -238,20 +238,20 @@ def peaks(ops: Any) -> dict[str, float]:
     import cupy
 
     rng = np.random.default_rng(0)
-    with ops.stream:
-        data = cupy.empty((32, 16 << 20), np.uint32)
-        data[...] = ops.upload(rng.integers(0, 2**32, 16 << 20, dtype=np.uint32))
-        n_bytes, out, kernel = data.nbytes, cupy.zeros(1, np.uint32), cupy.RawKernel(_SWEEP, "sweep")
-        grid = (ops.info.n_multiprocessors * 8,)
-        bytes_per_s = n_bytes / fastest(ops, lambda: kernel(grid, (512,), (data, np.int64(n_bytes // 16), out)))
-        n = 8192
-        a, b = (ops.upload(rng.standard_normal((n, n), dtype=np.float32).astype(np.float16)) for _ in range(2))
-        product = cupy.empty((n, n), np.float16)
-        try:
-            flops = 2 * n**3 / fastest(ops, lambda: cupy.matmul(a, b, out=product))
-        except Exception as error:  # no cuBLAS: the table goes without
-            print(f"no peak of matrix products: {error}", file=sys.stderr)
-            flops = 0.0
+    ops.stream.use()
+    data = cupy.empty((32, 16 << 20), np.uint32)
+    data[...] = ops.upload(rng.integers(0, 2**32, 16 << 20, dtype=np.uint32))
+    n_bytes, out, kernel = data.nbytes, cupy.zeros(1, np.uint32), cupy.RawKernel(_SWEEP, "sweep")
+    grid = (ops.info.n_multiprocessors * 8,)
+    bytes_per_s = n_bytes / fastest(ops, lambda: kernel(grid, (512,), (data, np.int64(n_bytes // 16), out)))
+    n = 8192
+    a, b = (ops.upload(rng.standard_normal((n, n), dtype=np.float32).astype(np.float16)) for _ in range(2))
+    product = cupy.empty((n, n), np.float16)
+    try:
+        flops = 2 * n**3 / fastest(ops, lambda: cupy.matmul(a, b, out=product))
+    except Exception as error:  # no cuBLAS: the table goes without
+        print(f"no peak of matrix products: {error}", file=sys.stderr)
+        flops = 0.0
     return {"bytes_per_s": bytes_per_s, "flops_per_s": flops}
 
 

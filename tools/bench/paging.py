@@ -189,14 +189,16 @@ def graph_of(ops: Any, launches: Sequence[Launch], n_times: int) -> Any:
     """All launches in one graph, n_times over."""
     import cupy
 
-    with ops.stream:
-        ops.stream.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeThreadLocal)
-        try:
-            for _ in range(n_times):
-                for launch in launches:
-                    launch()
-        finally:
-            graph = ops.stream.end_capture()
+    # Not `with`, after which the null stream is the current one: what is then copied, filled and compared would not wait
+    # for graphs, nor they for it.
+    ops.stream.use()
+    ops.stream.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeThreadLocal)
+    try:
+        for _ in range(n_times):
+            for launch in launches:
+                launch()
+    finally:
+        graph = ops.stream.end_capture()
     return graph
 
 
