@@ -189,8 +189,8 @@ def graph_of(ops: Any, launches: Sequence[Launch], n_times: int) -> Any:
     """All launches in one graph, n_times over."""
     import cupy
 
-    # Not `with`, after which the null stream is the current one: what is then copied, filled and compared would wait for
-    # no graph, and no graph for it.
+    # Not `with`, after which the null stream is the current one: what is then copied, filled and compared would not
+    # wait for graphs, nor they for it.
     ops.stream.use()
     ops.stream.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeThreadLocal)
     try:
