@@ -180,6 +180,9 @@ def _add_serve(commands: argparse._SubParsersAction, parents: list[argparse.Argu
     parser.add_argument("--port", type=int, default=8080, metavar="N", help="0 = any free port")
     parser.add_argument("--api-key", action="append", metavar="K", help="clients must send it; may be given again")
     parser.add_argument("--api-key-file", action="append", metavar="FILE", help="keys, one a line; hidden from `ps`")
+    parser.add_argument(
+        "--admin-key-file", action="append", metavar="FILE", help="keys of those who may resize the memory too"
+    )
     parser.add_argument("--cors-origin", action="append", metavar="ORIGIN", help="web pages that may use the API")
     parser.add_argument("--model-name", metavar="NAME", help="what /v1/models says; requests may name any model")
     parser.add_argument("--max-sequences", type=int, metavar="N", help="answers that run at once at most")

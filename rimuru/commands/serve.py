@@ -22,6 +22,7 @@ def serve(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         api_keys=(*(args.api_key or ()), *read_api_keys(args.api_key_file or ())),
+        admin_keys=read_api_keys(args.admin_key_file or ()),
         cors_origins=tuple(args.cors_origin or ()),
         model_name=args.model_name,
         max_waiting=args.max_waiting,

@@ -49,6 +49,13 @@ class ForbiddenError(BadInputError):
     code = "origin_not_allowed"
 
 
+class AdminOnlyError(BadInputError):
+    """What was asked for concerns all clients, and this one has no admin key."""
+
+    http_status = 403
+    code = "admin_key_needed"
+
+
 class NotFoundError(BadInputError):
     """There is nothing at this address."""
 

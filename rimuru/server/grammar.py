@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from rimuru.base.errors import BadInputError
 from rimuru.base.extras import install_command
 from rimuru.request import TokenConstraint
 from rimuru.server.errors import FieldError, NotSupportedError
@@ -168,7 +167,7 @@ def schema_of_response_format(response_format: Mapping[str, Any] | None) -> Any:
     """The JSON schema that a response_format asks for; None for plain text."""
     if response_format is None:
         return None
-    kind = response_format.get("type", "text")
+    kind = response_format.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -179,4 +178,4 @@ def schema_of_response_format(response_format: Mapping[str, Any] | None) -> Any:
         if schema is None:
             raise FieldError("response_format.json_schema.schema is missing", "response_format")
         return schema
-    raise BadInputError("response_format.type must be text, json_object or json_schema")
+    raise FieldError("response_format.type must be text, json_object or json_schema", "response_format")

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rimuru.base.errors import RimuruError
-from rimuru.server.errors import ForbiddenError, UnauthorizedError, error_body, to_json
-from rimuru.server.settings import LOOPBACK, ServerSettings
+from rimuru.server.errors import AdminOnlyError, ForbiddenError, UnauthorizedError, error_body, to_json
+from rimuru.server.settings import ADMIN_PATHS, LOOPBACK, ServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,9 @@ class Guard:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self.app, self.settings = app, settings
-        self._keys = [key.encode() for key in settings.api_keys]
+        self._admin_keys = [key.encode() for key in settings.admin_keys]
+        # Admin keys alone do not close the API to others.
+        self._keys = [key.encode() for key in settings.api_keys] + self._admin_keys if settings.api_keys else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,8 +72,12 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None and not self._may_come_from(origin, headers.get("host", "")):
             return ForbiddenError("web pages of this origin may not use the server; allow them with --cors-origin")
-        if self._keys and path not in OPEN_PATHS and method != "OPTIONS" and not self._has_key(headers):
+        if method == "OPTIONS":  # what a browser asks before it sends a key; it does nothing
+            return None
+        if self._keys and path not in OPEN_PATHS and not _has_key(headers, self._keys):
             return UnauthorizedError("a valid API key is needed: Authorization: Bearer KEY")
+        if path in ADMIN_PATHS and not self.settings.is_everybody_admin and not _has_key(headers, self._admin_keys):
+            return AdminOnlyError("this needs one of the keys that the server was given with --admin-key-file")
         return None
 
     def _may_come_from(self, origin: str, host: str) -> bool:
@@ -90,11 +96,12 @@ class Guard:
             return f"key {_given_key(headers)}"
         return str((scope.get("client") or ("",))[0])
 
-    def _has_key(self, headers: Headers) -> bool:
-        given, found = _given_key(headers), False
-        for key in self._keys:  # every key is compared, so that the time tells nothing
-            found |= hmac.compare_digest(given.encode("utf-8", "replace"), key)
-        return found
+
+def _has_key(headers: Headers, keys: list[bytes]) -> bool:
+    given, found = _given_key(headers), False
+    for key in keys:  # every key is compared, so that the time tells nothing
+        found |= hmac.compare_digest(given.encode("utf-8", "replace"), key)
+    return found
 
 
 def _given_key(headers: Headers) -> str:

@@ -221,7 +221,7 @@ def create_app(loop: EngineLoop, settings: ServerSettings) -> FastAPI:
     _add_text(app, service)
     _add_state(app, service)
     _add_dashboard(app, service)
-    install(app)
+    install(app, settings)
     return app
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from rimuru.request import MAX_ANSWERS, SamplingParams
 from rimuru.server.errors import FieldError, NotSupportedError
@@ -13,6 +13,60 @@ MAX_STOPS = 32
 MAX_TOP_LOGPROBS = 20
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+_STRING = {"type": "string"}
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": {"type": "string"}},
+    "required": ["text"],
+}
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
+        "content": {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": [_TEXT_PART, _STRING]}}, {"type": "null"}]},
+        "tool_calls": {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
+    },
+    "required": ["role"],
+}
+Messages = Annotated[
+    list[dict[str, Any]],
+    Field(min_length=1),
+    WithJsonSchema({"type": "array", "minItems": 1, "items": _MESSAGE}),
+]
+"""Checked by text/messages.py, which knows the template too; here it is only described."""
+_TOOL = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,128}$"},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"], "description": "A JSON schema of the arguments"},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["function"],
+}
+Tools = Annotated[list[dict[str, Any]], WithJsonSchema({"type": "array", "items": _TOOL})]
+"""Checked by prepare.py."""
+_FORMATS = [
+    {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
+    {
+        "type": "object",
+        "properties": {
+            "type": {"const": "json_schema"},
+            "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}, "required": ["schema"]},
+        },
+        "required": ["type", "json_schema"],
+    },
+]
+ResponseFormat = Annotated[dict[str, Any], WithJsonSchema({"anyOf": _FORMATS})]
+"""Checked by grammar.py."""
 
 
 class Body(BaseModel):
@@ -46,7 +100,7 @@ class SamplingFields(Body):
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None
     timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     user: Any = None
 
     @property
@@ -89,12 +143,12 @@ class SamplingFields(Body):
 
 
 class ChatRequest(SamplingFields):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -163,8 +217,8 @@ class DetokenizeRequest(Body):
 
 
 class TemplateRequest(Body):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
+    messages: Messages
+    tools: Tools | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None

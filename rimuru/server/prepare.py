@@ -130,7 +130,8 @@ class Preparer:
     def template(self, body: TemplateRequest) -> RenderedChat:
         """What /apply-template shows."""
         variables = _variables(body.chat_template_kwargs, None)
-        return self.render(body.messages, body.tools, body.documents, body.add_generation_prompt, variables)
+        tools = checked_tools(body.tools or ())
+        return self.render(body.messages, tools, body.documents, body.add_generation_prompt, variables)
 
     def _template_source(self, tools: bool) -> str:
         return "" if self.loaded.chat is None else self.loaded.chat.source(tools)
@@ -162,9 +163,13 @@ def checked_tools(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
     for i, tool in enumerate(tools):
         if tool.get("type", "function") != "function":
             raise FieldError(f"tools[{i}].type must be 'function'", "tools")
-        name = function_of(tool).get("name")
+        function = function_of(tool)
+        name = function.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise FieldError(f"tools[{i}].function.name must be a name of letters, digits, '_', '-' or '.'", "tools")
+        for key, kind, told in (("parameters", Mapping, "a JSON schema"), ("description", str, "a text")):
+            if not isinstance(function.get(key), (kind, type(None))):
+                raise FieldError(f"tools[{i}].function.{key} must be {told}", "tools")
     return list(tools)
 
 

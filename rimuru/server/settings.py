@@ -9,13 +9,17 @@ from pathlib import Path
 from rimuru.base.errors import BadInputError
 
 LOOPBACK = frozenset(("127.0.0.1", "localhost", "::1"))
+ADMIN_PATHS = frozenset(("/v1/memory/resize",))
+"""What changes the server for all its clients."""
 
 
 @dataclass(frozen=True)
 class ServerSettings:
     """Limits and doors. Times in seconds; None = no limit.
 
-    api_keys: any of them opens the API; none given, it is open. cors_origins: web pages of these origins may use it
+    api_keys: any of them opens the API; none given, it is open. admin_keys open it too, and may do what concerns all
+    clients (ADMIN_PATHS); without any, that may be done only where everybody on this machine, and nobody else, is let
+    in. cors_origins: web pages of these origins may use it
     ("*" = all). model_name: what /v1/models says (requests may name any model). max_priority: the highest that a
     request may ask for (lower ones always); clients, told apart by key or address, share the engine fairly.
     """
@@ -23,6 +27,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8080
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     model_name: str | None = None
     max_waiting: int = 512
@@ -35,7 +40,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise BadInputError(f"the port must be from 0 to 65535, got {self.port}")
-        if any(not key or not key.isascii() for key in self.api_keys):
+        if any(not key or not key.isascii() for key in (*self.api_keys, *self.admin_keys)):
             raise BadInputError("an API key must be a text of ASCII characters that is not empty")
         if self.max_waiting < 0 or self.max_body_bytes < 1024:
             raise BadInputError("the queue may not be negative, and bodies of 1024 bytes must be allowed")
@@ -46,6 +51,10 @@ class ServerSettings:
     @property
     def is_local(self) -> bool:
         return self.host in LOOPBACK
+
+    @property
+    def is_everybody_admin(self) -> bool:
+        return self.is_local and not self.api_keys and not self.admin_keys
 
 
 def read_api_keys(files: Iterable[str]) -> tuple[str, ...]:

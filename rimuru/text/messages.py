@@ -11,7 +11,7 @@ from rimuru.text.arguments import JsonArguments
 from rimuru.text.call_ids import rename_call_ids
 
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
-_TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
+_TEXT_PARTS = ("text", "input_text", "output_text")  # no set: a client may send what has no hash
 _ASKS_FOR_NULL = re.compile(r"""content(?:['"]\])?\s+is\s+(?:not\s+)?none""", re.IGNORECASE)
 _READS_THINKING = re.compile(r"""\.thinking\b|['"]thinking['"]""")
 _ONE_OF_BOTH = re.compile(r"message\.content and message\.thinking")

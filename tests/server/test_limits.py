@@ -64,7 +64,10 @@ def strict(script_file: Path) -> Iterator[Running]:
         ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
         ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools"),
+        ({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "a", "description": 1}}]}, "tools"),
         ({"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format"),
+        ({"messages": HELLO, "response_format": {"json_schema": {"schema": {}}}}, "response_format"),
     ],
 )
 def test_wrong_fields_are_named(script: Any, body: dict[str, Any], param: str) -> None:
@@ -95,6 +98,7 @@ def test_messages_that_no_template_can_use(script: Any) -> None:
         {"role": 3},
         {"role": "wizard", "content": "x"},
         {"role": "user", "content": [{"type": "image_url"}]},
+        {"role": "user", "content": [{"type": {}, "text": "x"}]},
     ):
         error_of(script.post("/v1/chat/completions", {"messages": [message]}), 400)
 
@@ -312,3 +316,30 @@ def test_health_answers_while_a_long_text_is_tokenized(script: Running) -> None:
     pieces = script.post("/tokenize", {"content": "ab", "with_pieces": True}).json()
     assert pieces["pieces"] == ["a", "b"] and pieces["count"] == 2
     assert script.post("/tokenize", {"content": ""}).json()["tokens"] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "statuses"),
+    [
+        (ServerSettings(port=0), (200, 200, 200)),
+        (ServerSettings(port=0, host="0.0.0.0"), (403, 403, 403)),
+        (ServerSettings(port=0, admin_keys=("admin",)), (403, 403, 200)),
+        (ServerSettings(port=0, api_keys=(KEY,)), (401, 403, 401)),
+        (ServerSettings(port=0, api_keys=(KEY,), admin_keys=("admin",)), (401, 403, 200)),
+    ],
+    ids=["this machine", "network", "admin key", "API key", "both"],
+)
+def test_who_may_resize_the_memory(script_file: Path, settings: ServerSettings, statuses: tuple[int, ...]) -> None:
+    """Nobody's key, an API key, an admin key: only the last, unless all who can come are on this machine."""
+    with running(script_file, settings) as server:
+        url = server.url.replace("0.0.0.0", "127.0.0.1")
+        size = {"memory": server.llm.loaded.memory_report()["total_bytes"]}
+        for key, status in zip((None, KEY, "admin"), statuses, strict=True):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            reply = httpx.post(f"{url}/v1/memory/resize", json=size, headers=headers, timeout=60)
+            assert reply.status_code == status, reply.text
+            if status == 403:
+                assert reply.json()["error"]["code"] == "admin_key_needed"
+            if status == 200 and settings.api_keys:
+                assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+        assert httpx.get(f"{url}/v1/models").status_code == (401 if settings.api_keys else 200)
