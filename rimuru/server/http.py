@@ -118,9 +118,9 @@ class Service:
         new_writer: Callable[[Body], Writer],
     ) -> Response:
         """Run a job and reply as the body asks, streamed or whole. A client's jobs go to the engine in the order in
-        which their bodies came; large ones, which take longer to prepare, when they are ready."""
+        which their bodies came; only large ones, which take longer to prepare, may be passed by small ones."""
         data = await self._receive(request)
-        with self._arrivals.place(request.state.client, not _is_large(request)) as place:
+        with self._arrivals.place(request.state.client, _is_large(request)) as place:
             body = await self.work(request, _parse, data, model)
             prepared = await self.work(request, prepare, body)
             reply = self._reply(request, body, prepared, prefix, new_writer(body))

@@ -10,6 +10,7 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from server_fixtures import Running, running
 
 from rimuru.server import connections
+from rimuru.server.http import LARGE_BODY_BYTES
 from rimuru.server.prepare import Preparer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,7 +126,10 @@ def test_another_protocol_is_answered_without_advice(script: Running, caplog: py
     assert "install" not in caplog.text and "Unsupported" not in caplog.text
 
 
-def test_a_burst_is_queued_in_the_order_it_came(script: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n_more_bytes", [0, LARGE_BODY_BYTES])
+def test_a_burst_is_queued_in_the_order_it_came(
+    script: Running, monkeypatch: pytest.MonkeyPatch, n_more_bytes: int
+) -> None:
     """Though the first takes longest to prepare, and some are refused: each client's order is that of arrival."""
     submitted: list[str] = []
     prepare, submit = Preparer.completion, script.loop.submit
@@ -141,7 +146,7 @@ def test_a_burst_is_queued_in_the_order_it_came(script: Running, monkeypatch: py
     monkeypatch.setattr(script.loop, "submit", noted)
     sent = []
     for number in range(9):
-        more = {"suffix": "refused"} if number in (0, 4) else {}
+        more = {"user": " " * n_more_bytes} | ({"suffix": "refused"} if number in (0, 4) else {})
         sent.append(script.request_socket({"prompt": f"{number}", "temperature": 0, "max_tokens": 2, **more}))
         time.sleep(0.01)
     replies = [connection.recv(100) for connection in sent]
@@ -150,6 +155,24 @@ def test_a_burst_is_queued_in_the_order_it_came(script: Running, monkeypatch: py
     assert [reply.startswith(b"HTTP/1.1 200") for reply in replies] == [n not in (0, 4) for n in range(9)]
     assert submitted == [str(n) for n in range(9) if n not in (0, 4)]
     assert script.app.state.service._arrivals._lines == {}
+
+
+def test_a_small_request_passes_a_large_one(script: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The large one still takes its time to be prepared when the small one is answered."""
+    prepare, small_is_done = Preparer.completion, threading.Event()
+
+    def slow(self: Any, body: Any) -> Any:
+        assert body.user is None or small_is_done.wait(10)
+        return prepare(self, body)
+
+    monkeypatch.setattr(Preparer, "completion", slow)
+    body = {"prompt": "0", "temperature": 0, "max_tokens": 2}
+    large = script.request_socket({**body, "user": " " * LARGE_BODY_BYTES})
+    script.wait_until(lambda: bool(script.app.state.service._arrivals._lines))
+    assert script.post("/v1/completions", body).status_code == 200
+    small_is_done.set()
+    assert large.recv(100).startswith(b"HTTP/1.1 200")
+    large.close()
 
 
 def test_head_is_get_without_a_body(script: Running) -> None:
