@@ -79,10 +79,12 @@ class PagePool:
             self.poison(kind, ids)
 
     def poison(self, kind: PageKind, ids: Ids) -> None:
-        """Queue filling pages with NaN patterns, so that a stale or unwritten read shows."""
+        """Fill pages with NaN patterns, so that a stale or unwritten read shows. Waits: a fill still under way would
+        meet what the pages' next owner writes there, for nothing orders copies before the steps queued after them."""
         assert self.copier is not None
         for address in self.addresses(kind, ids).ravel():
             self.copier.fill(int(address), self.allocator.unit_bytes(kind), POISON)
+        self.copier.wait()
 
     def reserve_buffer(self, n_pages: int) -> np.ndarray | None:
         """Expert pages int32 [n_pages] for loading, side by side where possible; counted under views.buffer."""

@@ -61,6 +61,34 @@ def test_poison_on_release(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.isnan(pools.page_bytes_of(pool, "conv", int(ids[0])).view(np.float16)).all()
 
 
+def test_poison_never_meets_the_next_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's copies come when they come, beside what is written to pages meanwhile: the fill is waited for."""
+
+    class LateCopier(pools.RamCopier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queued: list[tuple[int, int, int]] = []
+
+        def fill(self, address: int, n_bytes: int, value: int) -> None:
+            self.queued.append((address, n_bytes, value))
+
+        def wait(self, marker: object = None) -> None:
+            while self.queued:
+                super().fill(*self.queued.pop(0))
+
+    monkeypatch.setenv("RIMURU_POISON", "1")
+    copier = LateCopier()
+    pool = pools.make_pool(pools.hybrid(), 2, copier=copier)
+    ids = pool.allocate("kv", 1)
+    assert ids is not None
+    pool.free("kv", ids)
+    content = pools.page_bytes_of(pool, "kv", int(ids[0]))
+    assert (content == 0xFF).all()
+    content[:] = 7
+    copier.wait()
+    assert (content == 7).all()
+
+
 def test_audit_notices_lost_buffers_and_memory() -> None:
     pool = pools.make_pool(pools.hybrid(), 2)
     buffer = pool.reserve_buffer(2)

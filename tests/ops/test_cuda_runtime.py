@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import memory_pools
 import numpy as np
 import pytest
 from cases.attention import AttentionShape, attention_inputs
@@ -11,6 +12,7 @@ from cases.common import make_batch, normal
 
 from rimuru.base.errors import NotEnoughMemoryError
 from rimuru.base.units import MIB
+from rimuru.memory.page_pool import PagePool
 from rimuru.ops.base import KvLayer
 
 pytestmark = pytest.mark.gpu
@@ -163,6 +165,33 @@ def test_copies_and_kernels_in_order(ops: Any) -> None:
         assert (ops.download(outs[0].f32) == 1.0).all(), turn
         assert (ops.download(outs[1].f32) == 4.0).all(), turn
     copier.close()
+
+
+def test_poison_never_meets_the_next_owner(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A freed page's NaN patterns are there when `free` returns, however much the copying stream has to do before."""
+    from cupy.cuda import runtime
+
+    monkeypatch.setenv("RIMURU_POISON", "1")
+    layout, copier = memory_pools.hybrid(), ops.copier()
+    pool = PagePool(ops.reserve_pool(layout.huge_bytes, 2 * MIB), layout, None, copier)
+    busy = ops.empty((512 * MIB,), np.uint8)
+    half = busy.nbytes // 2
+    ids = pool.allocate("kv", 1)
+    assert ids is not None
+    address, n_bytes = pool.address("kv", int(ids[0])), pool.layout.page_bytes("kv")
+    ops.synchronize()
+    for _ in range(50):
+        copier.copy_within(int(busy.data.ptr), int(busy.data.ptr) + half, half)
+    pool.free("kv", ids)
+    runtime.memsetAsync(address, 7, n_bytes, ops.stream.ptr)
+    ops.synchronize()
+    copier.wait()
+    found = np.zeros(n_bytes, np.uint8)
+    copier.copy_out(found, address)
+    copier.wait()
+    assert (found == 7).all()
+    copier.close()
+    pool.memory.close()
 
 
 def test_kernels_read_pinned_memory(ops: Any) -> None:
