@@ -26,6 +26,7 @@ from rimuru.arch.quant_mix import quantisations
 from rimuru.arch.registry import runnable_architectures
 from rimuru.arch.shape_data import ModelShape
 from rimuru.arch.shapes import describe
+from rimuru.arch.spec import ModelConfig
 from rimuru.formats.gguf import TensorInfo
 from rimuru.formats.quants import BY_NAME, ENGINE_FORMATS, QuantFormat
 from rimuru.formats.quants_encode import quantize
@@ -69,7 +70,7 @@ def write_random_model(
         fmt = _mixed_format(info.name, info.shape, info.format) if quant == "mixed" else info.format
         values = _values(info.name, info.shape, seed)
         if info.name == "token_embd.weight":
-            values /= np.float32(config.embedding_scale)
+            values *= np.float32(_embedding_factor(config))
         if fmt.name == "nvfp4" and info.name != "token_embd.weight":
             values, factors = _with_factors(info.name, values)
             name = info.name.removesuffix(".weight") + ".scale"
@@ -198,8 +199,14 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         return values
     if name.endswith(".bias"):
         return 0.1 * values
-    # The embedding's rows are not scaled: a residual stream of size one, as after training.
+    # The embedding's rows are not scaled here: a residual stream of size one, as after training.
     return values if name == "token_embd.weight" else values * np.float32(1.2 / shape[0] ** 0.5)
+
+
+def _embedding_factor(config: ModelConfig) -> float:
+    """What the embedding's values are multiplied with. A head that is the embedding would answer every token with that
+    token, whatever the layers do, were they not larger than it in the residual stream."""
+    return (config.n_embd**-0.5 if config.tied_head else 1.0) / config.embedding_scale
 
 
 def _with_factors(name: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

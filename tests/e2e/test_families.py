@@ -52,6 +52,7 @@ def test_float_models_give_the_oracles_logits(arch: str, tmp_path: Path) -> None
     path = write_random_model(tmp_path / "m.gguf", arch, "f32", tokenizer=False, **changes)
     found = logits(path, len(TOKENS))
     assert errors(path, found).max() <= 1e-10
+    assert (found.argmax(axis=1) == TOKENS).mean() < 0.5, "the layers do not matter: tests of its answers show nothing"
     check_placements(path, arch, found)
 
 
