@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,47 @@ def torch() -> Any:
 
 # ---- text
 def test_tales_are_whole_sentences_and_the_same_every_time() -> None:
-    from tales import plots, tale
+    from tales import HELD_OUT_PLOTS, plots, tale
 
-    told = [tale(i) for i in range(300)]
-    assert [t.text for t in told] == [tale(i).text for i in range(300)]
-    assert {t.plot for t in told} == set(plots())
-    for story in told:
-        assert not set("[]{}|=#") & set(story.text + story.about), story
-        assert story.text[-1] in '.!?"' and story.text[0].isupper(), story
-        assert "  " not in story.text and " a a" not in story.text, story
-    assert len({t.text for t in told}) == 300
+    told = [tale(i) for i in range(1200)]
+    assert [t.text for t in told[:50]] == [tale(i).text for i in range(50)]
+    assert {t.plot for t in told} == set(plots()) - set(HELD_OUT_PLOTS)
+    new = [tale(i, held_out=True) for i in range(60)]
+    assert {t.plot for t in new} == set(HELD_OUT_PLOTS)
+    wrong = re.compile(r"[\[\]{}|=#]|  |\ba [aeio]|\bA [aeio]|\ba an?\b|,[,.]|\bthe the\b|(?:^|\n|[.] )\"?[a-z]")
+    for story in told + new:
+        assert not wrong.search(story.text), story
+        assert not set("[]{}|=#") & set(story.request) and "  " not in story.request, story
+        assert story.text[-1] in '.!?"' and story.text.lstrip('"')[0].isupper(), story
+    assert len({t.text for t in told}) == 1200
+
+
+def test_an_opening_and_a_plot_do_not_tell_the_same_thing_twice() -> None:
+    import random
+
+    from tales import Opening, Plot, Slots, expand
+
+    plot = Plot("any", True, "", "{own} {now} {h} met {friend} {there}. {k} saw the {x}.")
+    for seed in range(40):
+        slots = Slots(random.Random(seed), "any", plot.text)
+        slots.flags = "spkx"
+        h, k, x = slots["h"], slots["k"], slots["x"]
+        told = expand(f"{{h}}, {{k}}, {{x}}, {{place}}. {plot.text}", slots)
+        h, k = (word[0].upper() + word[1:] for word in (h, k))
+        assert told.endswith(f"{h} met {slots['k']} there. {k} saw the {x}.")
+    for flags, fits in (("", True), ("x", True), ("s", True), ("k", True), ("c", False), ("n", False), ("u", True)):
+        slots = Slots(random.Random(0), "adult", plot.text)
+        assert Opening(flags, "").fits(slots, plot) is fits
+    assert not Opening("s", "").fits(slots, Plot("any", False, "", "{h} was sad. {now} {he} ran."))
+    assert not Opening("x", "").fits(slots, Plot("any", False, "", plot.text))
+
+
+def test_small_talk_is_answered() -> None:
+    from tales import talk
+
+    said = [talk(i) for i in range(200)]
+    assert len({t.request for t in said}) > 20
+    assert not any(set("[]{}|=") & set(t.request + t.text) for t in said)
 
 
 def test_choices_with_a_label_agree() -> None:
@@ -58,7 +90,7 @@ def test_choices_with_a_label_agree() -> None:
 
 
 def test_cleaning_keeps_stories_and_drops_what_is_none() -> None:
-    from cleaning import cut, distinct, is_good, normalise
+    from cleaning import cut, distinct, is_good, normalise, wandering
     from tales import tale
 
     stories = [tale(i).text for i in range(40)]
@@ -74,6 +106,10 @@ def test_cleaning_keeps_stories_and_drops_what_is_none() -> None:
         good * 9,
     ):
         assert not is_good(bad)
+    told = [tale(i).text for i in range(60)]
+    assert sum(wandering(text) < float("inf") for text in told) > 20
+    loop = "One day, Sue made a castle with Tom. " + "She made it big. She made it tall. She made it wide. " * 4
+    assert wandering(loop + "They were happy.") == float("inf")
     assert distinct([good, stories[-1], good + " The end."]) == [0, 1]
 
 
@@ -141,8 +177,7 @@ def write_corpus(folder: Path, n_documents: int) -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(40, 120, n_documents)
     ids = (rng.integers(3, 40, lengths.sum()) + np.arange(lengths.sum()) % 7).astype(np.uint16)
-    raw = np.concatenate([(ids & 255).astype(np.uint8), (ids >> 8).astype(np.uint8)])
-    (folder / "tokens-00.xz").write_bytes(lzma.compress(raw.tobytes()))
+    (folder / "tokens-00.xz").write_bytes(lzma.compress(ids.astype("<u2").tobytes()))
     np.savez(
         folder / "documents.npz", lengths=lengths.astype(np.uint16), sources=np.zeros(n_documents, np.uint8),
         held_out=np.arange(n_documents) % 4 == 0,

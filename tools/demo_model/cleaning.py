@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 from collections.abc import Iterable
@@ -26,6 +27,16 @@ _BANNED = re.compile(
 )
 _ODD = re.compile(r"[^\x20-\x7e\n]|[#*_{}\[\]<>|\\=@~^/]|\d{2,}|\.{4,}|(\b\w+\b)( \1\b){2,}|[A-Z]{4,}|\w-\w+-\w+-")
 _ENDING = re.compile(r"[.!?]\"?(?=\s|$)")
+_NAME = re.compile(r"[a-z,] [A-Z][a-z]+")
+_LAST = re.compile(
+    r"\b(home|happy|happily|friends?|together|learn\w*|smil\w+|laugh\w*|thank\w*|proud|ever|always|again|hug\w*|love\w*|"
+    r"sleep|asleep|night|never|day|safe|glad|joy|end)\b"
+)
+PRONOUNS = frozenset(("he", "she", "it", "they", "his", "her", "their", "its"))
+COMMON = frozenset(
+    ("that", "with", "they", "this", "have", "were", "when", "what", "your", "there", "their", "then", "said", "them")
+)
+"""Words that a story may repeat."""
 _WORD = re.compile(r"[a-z']+")
 
 
@@ -56,6 +67,45 @@ def is_good(text: str) -> bool:
         return False
     threes = list(zip(words, words[1:], words[2:], strict=False))
     return len(set(threes)) > 0.86 * len(threes)
+
+
+def wandering(text: str) -> float:
+    """How much a story repeats itself and how little its sentences have to do with each other; 0 is best, infinite is a
+    story to leave out.
+
+    Left out: a sentence twice; four in a row with the same first word; one word as often as every other sentence;
+    mostly pronouns; nobody who is named; an end that is none. Counted: sentences that begin like the one before, with
+    a pronoun, or that share no word with the three before; repeated runs of three words.
+    """
+    sentences = [_WORD.findall(part.lower()) for part in re.split(r"[.!?]+\"?", text)]
+    sentences = [part for part in sentences if part]
+    n = len(sentences)
+    words = [word for part in sentences for word in part]
+    counts: dict[str, int] = {}
+    for word in words:
+        if len(word) > 3 and word not in COMMON:
+            counts[word] = counts.get(word, 0) + 1
+    begins = [tuple(part[:2]) for part in sentences]
+    threes = list(zip(words, words[1:], words[2:], strict=False))
+    pronouns = sum(part[0] in PRONOUNS for part in sentences)
+    if (
+        n < 8
+        or len({tuple(part) for part in sentences}) < n
+        or any(len({one[0] for one in begins[i : i + 4]}) == 1 for i in range(n - 3))
+        or max(counts.values(), default=99) > max(4, n // 2)
+        or pronouns > 0.6 * n
+        or not _NAME.search(text)
+        or not _LAST.search(text[-160:])
+    ):
+        return float("inf")
+    alike = sum(a == b for a, b in itertools.pairwise(begins)) / n
+    content = [{word for word in part if word in counts} for part in sentences]
+    loose = sum(
+        not part & set().union(*content[max(0, i - 3) : i]) and sentences[i][0] not in PRONOUNS
+        for i, part in enumerate(content)
+        if i
+    )
+    return 4 * alike + pronouns / n + loose / n + 8 * (1 - len(set(threes)) / len(threes))
 
 
 def simplicity(texts: list[str]) -> np.ndarray:

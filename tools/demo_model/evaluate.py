@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # run as a script
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
 from export import export, read_weights
+from prepare import SHIPPED
 from routing import PUBLISHED_FRACTIONS, PUBLISHED_HITS, routing_figures
 
 from rimuru import LLM, SamplingParams
@@ -52,10 +53,11 @@ def open_model(path: Path) -> LLM:
 
 
 def perplexities(weights: Path, data: Path) -> dict[str, Any]:
-    """By type: perplexity of each source's half of the held-out text and of both, tokens, bytes of the file."""
+    """By type: perplexity of each source's part of the held-out text and of all, tokens, bytes of the file."""
     stories = (data / "held_out.txt").read_text(encoding="utf-8").split("<|endoftext|>")[:-1]
-    half = len(stories) // 2
-    parts = {"tales": stories[:half], "stories": stories[half:]}
+    parts: dict[str, list[str]] = {}
+    for name, n in SHIPPED.items():
+        parts[name], stories = stories[:n], stories[n:]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for kind, quants in (("moe", MIXES), ("dense", ("f16", "q8_0"))):

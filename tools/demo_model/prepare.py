@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
 """Stage 2: from stories to a corpus of tokens.
 
-    tools/demo_model/prepare.py --stories stories --out demo_data [--tales 120000]
+    tools/demo_model/prepare.py --stories stories --out demo_data [--tales 150000]
 
-Reads what generate.py wrote, keeps the stories that are fit and unlike each other (cleaning.py), adds tales of
-tales.py, holds out one story in HELD_OUT_ONE_IN by its hash, trains a byte-level BPE tokenizer on the rest, writes
+Reads what generate.py wrote, keeps the stories that are fit, wander least and are unlike each other (cleaning.py), adds
+tales of tales.py, holds out one document in HELD_OUT_ONE_IN by its hash and all tales of HELD_OUT_PLOTS, trains a
+byte-level BPE tokenizer on the rest, writes
 
-    OUT/tokens-N.xz      low bytes of all token ids, then their high bytes, cut in files
+    OUT/tokens-N.xz      token ids, 16 bits each, little endian, cut in files
     OUT/documents.npz    lengths, sources and held_out of the documents, in their order
     OUT/corpus.json      what there is, in numbers
     OUT/tokenizer.json   the tokenizer
-    OUT/held_out.txt     held-out stories of both sources, for `rimuru perplexity`
+    OUT/held_out.txt     held-out documents of all sources, for `rimuru perplexity`
 
-Half of the tales and some of the stories are written as a conversation, with the request that they answer.
+Half of the tales and all of the stories are written as a conversation, with the request that they answer.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ import argparse
 import hashlib
 import json
 import lzma
-import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,19 +32,24 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # run as a script
 
-from cleaning import cut, distinct, is_good, normalise, simplicity
+from cleaning import cut, distinct, is_good, normalise, simplicity, wandering
 from generate import SEED as REQUEST_SEED
-from tales import tale
-from words import REQUESTS, request
+from tales import Tale, tale, talk
+from words import request
 
-SOURCES = ("tales", "stories")
+SOURCES = ("tales", "stories", "new plots")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 N_VOCAB = 4096
-HELD_OUT_ONE_IN = 100
+HELD_OUT_ONE_IN = (100, 20)
+"""Documents of the first two sources, by their hash."""
 SIMPLE_SHARE = 0.9
 """Of the stories, those with the commonest words."""
-SHIPPED_STORIES = 40
-"""Held-out stories of each source in held_out.txt."""
+N_STORIES = 6_000
+"""Of the stories, those that wander least."""
+N_NEW_PLOTS, N_TALK = 1_000, 1_500
+SHIPPED = {"tales": 40, "stories": 20, "new plots": 20}
+"""Held-out documents of each source in held_out.txt, in this order."""
+FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 5, "lp": 1}]
 PART_BYTES = 12_000_000
 
 
@@ -55,6 +60,7 @@ class Document:
     source: int
     request: str
     story: str
+    is_talk: bool = False
 
     @property
     def digest(self) -> int:
@@ -62,13 +68,13 @@ class Document:
 
     @property
     def is_held_out(self) -> bool:
-        return self.digest % HELD_OUT_ONE_IN == 0
+        return self.source == 2 or (not self.is_talk and self.digest % HELD_OUT_ONE_IN[self.source] == 0)
 
     @property
     def is_chat(self) -> bool:
-        """Written as a conversation. Generated stories that begin as fairy tales do are, so that the plain prompt
-        `Once upon a time` leads to tales, which hold together better."""
-        return self.digest >> 32 & 1 == 1 or (self.source == 1 and self.story.startswith("Once upon"))
+        """Written as a conversation. All generated stories are, so that plain text leads to tales, which hold together
+        better."""
+        return self.source == 1 or self.is_talk or self.digest >> 32 & 1 == 1
 
     @property
     def text(self) -> str:
@@ -90,8 +96,10 @@ def read_stories(folder: Path) -> Iterator[tuple[int, str]]:
             print(f"{path}: {error}; the rest of it is left out")
 
 
-def good_stories(folder: Path, limit: int | None) -> tuple[list[Document], dict[str, int]]:
-    """The stories that are kept, and how many were left after each step."""
+def good_stories(folder: Path, limit: int) -> tuple[list[Document], dict[str, int]]:
+    """The stories that are kept, and how many were left after each step.
+
+    Only those that answer a request with more in it than a topic: plain requests are left to the tales."""
     read = list(read_stories(folder))
     numbers = {"generated": len(read)}
     once = {text: index for index, text in read}
@@ -104,17 +112,20 @@ def good_stories(folder: Path, limit: int | None) -> tuple[list[Document], dict[
         least = np.quantile(scores, 1 - SIMPLE_SHARE)
         fit = [pair for pair, score in zip(fit, scores, strict=True) if score >= least]
     numbers["simple"] = len(fit)
-    fit = [fit[i] for i in distinct(text for _, text in fit)][:limit]
-    numbers["distinct"] = len(fit)
-    return [Document(1, request(index, REQUEST_SEED).text, text) for index, text in fit], numbers
+    asked = [(request(index, REQUEST_SEED).text, text) for index, text in fit]
+    asked = [pair for pair in asked if pair[0].count(".") + pair[0].count("?") > 1]
+    numbers["asked for with words"] = len(asked)
+    scored = sorted((score, pair) for pair in asked if (score := wandering(pair[1])) < float("inf"))
+    numbers["not wandering"] = len(scored)
+    kept = [pair for _, pair in scored]
+    kept = [kept[i] for i in distinct(text for _, text in kept)][:limit]
+    numbers["distinct, the best"] = len(kept)
+    return [Document(1, *pair) for pair in kept], numbers
 
 
-def told_tales(n_tales: int) -> list[Document]:
-    found = {}
-    for index in range(n_tales):
-        told = tale(index)
-        asked = random.Random(f"request/{index}").choice(REQUESTS).format(told.about)
-        found[told.text] = Document(0, asked, told.text)
+def documents_of(told: Iterable[Tale], source: int) -> list[Document]:
+    """Each text once."""
+    found = {one.text: Document(source, one.request, one.text, one.plot == "talk") for one in told}
     return list(found.values())
 
 
@@ -133,35 +144,35 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 def write_tokens(folder: Path, encoded: list[np.ndarray]) -> int:
     """The ids in parts; returns their bytes on disk."""
-    ids = np.concatenate(encoded)
-    raw = np.concatenate([(ids & 255).astype(np.uint8), (ids >> 8).astype(np.uint8)]).tobytes()
+    raw = np.concatenate(encoded).astype("<u2").tobytes()
     n_bytes, part_bytes = 0, 4 * PART_BYTES
     for number, start in enumerate(range(0, len(raw), part_bytes)):
-        packed = lzma.compress(raw[start : start + part_bytes], preset=2)
+        packed = lzma.compress(raw[start : start + part_bytes], filters=FILTERS)
         (folder / f"tokens-{number:02d}.xz").write_bytes(packed)
         n_bytes += len(packed)
     return n_bytes
 
 
 def held_out_text(documents: list[Document]) -> str:
-    """The first held-out stories of each source in turn, `<|endoftext|>` behind each."""
+    """The first held-out documents of each source in turn, as they are written for training."""
     chosen = [
-        [d for d in documents if d.is_held_out and d.source == source][:SHIPPED_STORIES]
-        for source in range(len(SOURCES))
+        [d for d in documents if d.is_held_out and d.source == source][: SHIPPED[name]]
+        for source, name in enumerate(SOURCES)
     ]
-    return "".join(f"{d.story}<|endoftext|>" for source in chosen for d in source)
+    return "".join(d.text for source in chosen for d in source)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stories", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tales", type=int, default=120_000)
-    parser.add_argument("--limit", type=int, help="stories at most")
+    parser.add_argument("--tales", type=int, default=150_000)
+    parser.add_argument("--limit", type=int, default=N_STORIES, help="stories at most")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     stories, numbers = good_stories(options.stories, options.limit)
-    documents = told_tales(options.tales) + stories
+    documents = documents_of(map(tale, range(options.tales)), 0) + documents_of(map(talk, range(N_TALK)), 0) + stories
+    documents += documents_of((tale(i, held_out=True) for i in range(N_NEW_PLOTS)), 2)
     print(numbers, len(documents), "documents", flush=True)
     training = [d.text for d in documents if not d.is_held_out]
     sample = training[:: max(1, len(training) // 40_000)]

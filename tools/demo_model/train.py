@@ -31,9 +31,13 @@ from model import CHUNK, DemoModel, DemoShape
 SEED = 7
 WARM_UP_STEPS = 300
 DECAY_SHARE = 0.4
-BALANCE_WEIGHT = 0.01
+BALANCE_WEIGHTS, BALANCE_STEPS = (0.01, 0.001), (300, 1000)
+"""The weight of the balance loss up to the first of these steps and from the second on: enough that no expert is lost
+while the routers are still random, then little, so that they become as skewed as the text makes them."""
 TIMED_STEPS = (20, 60)
 """The speed is measured between these steps."""
+SECOND_LOOK = 0.55
+"""Of the planned steps: here the number of steps is settled by the speed so far. The rate does not fall before that."""
 TIME_SHARE = 0.93
 """Of --seconds, for steps: the rest is for evaluation, checkpoints and a slower machine."""
 CHECKPOINT_S = 60.0
@@ -46,9 +50,7 @@ class Corpus:
     def __init__(self, folder: Path) -> None:
         about = json.loads((folder / "corpus.json").read_text())
         raw = b"".join(lzma.decompress(path.read_bytes()) for path in sorted(folder.glob("tokens-*.xz")))
-        both = np.frombuffer(raw, np.uint8)
-        n_tokens = len(both) // 2
-        self.ids = both[:n_tokens].astype(np.uint16) | both[n_tokens:].astype(np.uint16) << 8
+        self.ids = np.frombuffer(raw, "<u2")
         index = np.load(folder / "documents.npz")
         self.ends, self.sources = np.cumsum(index["lengths"].astype(np.int64)), index["sources"]
         self.starts = self.ends - index["lengths"]
@@ -115,6 +117,11 @@ def rate_at(step: int, total: int) -> float:
     return min(1.0, (step + 1) / WARM_UP_STEPS, left)
 
 
+def balance_weight(step: int) -> float:
+    (high, low), (start, end) = BALANCE_WEIGHTS, BALANCE_STEPS
+    return high + (low - high) * min(1.0, max(0.0, (step - start) / (end - start)))
+
+
 class Run:
     """A training run and everything a checkpoint holds."""
 
@@ -145,6 +152,8 @@ class Run:
 
     def restore(self) -> None:
         state = torch.load(self.path, map_location=self.device, weights_only=True)
+        if state["total"] is None:  # from before the steps were planned: not worth going on from
+            return
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.total, self.seconds, self.log = (state[k] for k in ("step", "total", "seconds", "log"))
@@ -157,17 +166,18 @@ class Run:
     def train(self) -> None:
         """Steps until the last one or until the time is over."""
         options, began, before = self.options, time.monotonic(), self.seconds
-        saved_s, timed_s, losses = began, 0.0, []
+        saved_s, timed, second, losses = began, (0, began), 0, []
         batches = Batches(self.corpus, options.rows, options.length, self.device).from_step(self.step)
         while self.total is None or self.step < self.total:
             loss = self.one_step(*next(batches))
             losses.append(loss)
-            if self.total is None and self.step in TIMED_STEPS:
+            if options.steps is None and self.step in (*TIMED_STEPS, second):
                 self.synchronize()
                 now = time.monotonic()
-                if self.step == TIMED_STEPS[1]:
-                    self.plan(now - began + before, (now - timed_s) / (TIMED_STEPS[1] - TIMED_STEPS[0]))
-                timed_s = now
+                if self.step > TIMED_STEPS[0] and timed[0]:
+                    self.plan(now - began + before, (now - timed[1]) / (self.step - timed[0]))
+                    second = int(SECOND_LOOK * self.total) if not second else 0
+                timed = self.step, now
             if self.step % options.log_every == 0:
                 self.report(losses, before + time.monotonic() - began)
                 losses = []
@@ -187,7 +197,8 @@ class Run:
     def plan(self, seconds_so_far: float, step_s: float) -> None:
         """Settle the number of steps from the time that is left."""
         left_s = self.options.seconds * TIME_SHARE - seconds_so_far
-        self.total = self.step + max(50, int(left_s / step_s))
+        first = math.ceil(self.step / (1 - DECAY_SHARE)) if self.total else 0  # the rate has not begun to fall
+        self.total = max(first, self.step + max(50, int(left_s / step_s)))
         n_tokens = self.options.rows * self.options.length
         print(f"{step_s * 1e3:.1f} ms a step, {n_tokens / step_s:,.0f} tokens/s: {self.total} steps", flush=True)
         (self.options.state / "steps.txt").write_text(f"{self.total}\n")  # for a twin that is to see the same tokens
@@ -197,7 +208,7 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = self.options.rate * share
         loss, balance = self.model.loss(ids, targets)
-        (loss + BALANCE_WEIGHT * balance).backward()
+        (loss + balance_weight(self.step) * balance).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -217,15 +228,18 @@ class Run:
         """Mean cross entropy of held-out rows, by source. With gradients enabled, so that nothing is compiled anew."""
         found = {}
         for number, name in enumerate(self.corpus.source_names):
-            rows = self.corpus.held_out_rows(number, self.options.length + 1, 4 * self.options.rows)
-            n_batches = len(rows) // self.options.rows
-            losses = []
-            for i in range(n_batches):
-                part = rows[i * self.options.rows : (i + 1) * self.options.rows].astype(np.int64)
-                batch = torch.from_numpy(part).to(self.device)
-                losses.append(self.model.loss(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())[0].item())
-            if losses:
-                found[name] = round(sum(losses) / len(losses), 4)
+            rows = self.corpus.held_out_rows(number, self.options.length + 1, 4 * self.options.rows).astype(np.int64)
+            total, n = 0.0, 0
+            for start in range(0, len(rows), self.options.rows):
+                part = rows[start : start + self.options.rows]
+                batch = torch.zeros(self.options.rows, self.options.length + 1, dtype=torch.int64, device=self.device)
+                batch[: len(part)] = torch.from_numpy(part).to(self.device)
+                targets = batch[:, 1:].clone()
+                targets[len(part) :] = -1  # rows that only fill the batch up
+                total += self.model.loss(batch[:, :-1].contiguous(), targets)[0].item() * len(part)
+                n += len(part)
+            if n:
+                found[name] = round(total / n, 4)
         self.log.append({"step": self.step, "held_out": found})
         print(json.dumps(self.log[-1]), flush=True)
         return found
@@ -282,7 +296,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="number of steps; default: what fits in --seconds")
     parser.add_argument("--stop-at", type=int, default=1 << 60, help="stop after this step, to go on later")
     parser.add_argument("--dense", action="store_true", help="the dense model of the same active size")
-    parser.add_argument("--rows", type=int, default=64, help="sequences of a batch")
+    parser.add_argument("--rows", type=int, default=128, help="sequences of a batch")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--shape", default="", help="sizes other than the demo's, as JSON")
