@@ -16,7 +16,8 @@ struct ActOut {
 // The 32 values of a warp's lanes become block `block` of row `row`. All lanes take part.
 __device__ __forceinline__ void store_act_block(const ActOut& out, i64 row, int width, int block, float v) {
     int lane = threadIdx.x & 31;
-    float largest = warp_max(fabsf(v));
+    // Magnitudes as integers have the same order; what is no number does not count.
+    float largest = __uint_as_float(__reduce_max_sync(FULL_WARP, v == v ? __float_as_uint(fabsf(v)) : 0u));
     // Below 1e-30 the quotient would overflow; such a block is zero beside anything a model computes with.
     float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
     int q = __float2int_rn(v * inverse);

@@ -27,6 +27,11 @@ def dependent_launches() -> bool:
     return _flag("RIMURU_DEPENDENT_LAUNCH", True)
 
 
+def fused_norms() -> bool:
+    """RIMURU_FUSED_NORMS=0: norms and the choice of experts have launches of their own (to compare)."""
+    return _flag("RIMURU_FUSED_NORMS", True)
+
+
 def poison_free_pages() -> bool:
     """RIMURU_POISON=1: fill pages with NaN patterns when they are released, so that stale reads show."""
     return _flag("RIMURU_POISON", False)
@@ -53,6 +58,17 @@ def user_cache_folders() -> tuple[Path, ...]:
     try:
         return (Path.home() / ".cache" / "rimuru",)
     except RuntimeError:  # no HOME, and a user without an account, as in some containers
+        return ()
+
+
+def models_folders() -> tuple[Path, ...]:
+    """RIMURU_MODELS: folders in which models are looked for by name, with `:` between them; ~/models if not set."""
+    value = os.environ.get("RIMURU_MODELS")
+    if value is not None:
+        return tuple(Path(part).expanduser() for part in value.split(os.pathsep) if part)
+    try:
+        return (Path.home() / "models",)
+    except RuntimeError:  # as above
         return ()
 
 

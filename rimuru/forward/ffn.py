@@ -94,8 +94,7 @@ class MoeFfn:
         logits = ws.array("router", n, spec.n_experts)
         ids = ws.array("expert_ids", n, spec.top_k)
         weights = ws.array("expert_weights", n, spec.top_k)
-        ops.linear(a, (self.router,), (logits,), (self.router_bias,))
-        ops.route(logits, spec, self.selection_bias, ids, weights)
+        ops.choose_experts(a, self.router, self.router_bias, logits, spec, self.selection_bias, ids, weights)
         if step.expert_ids is not None:
             ops.replay_routing(step.expert_ids, self.layer_slot, ids)
         if self.tap.chosen is not None:

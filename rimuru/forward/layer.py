@@ -48,7 +48,7 @@ class Sublayer:
     def forward(self, x: Array, step: Step) -> None:
         config, n = self.config, step.host.n_tokens
         normed: Act = self.workspace.act("normed", n, config.n_embd)
-        self.ops.rms_norm(x, self.norm, config.norm_eps, normed)
+        self.ops.rms_norm(x, self.norm, config.norm_eps, normed, may_wait=True)
         if self.post_norm is None:
             self.part.forward(normed, x, True, config.residual_scale, step)
         else:

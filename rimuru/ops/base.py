@@ -247,8 +247,11 @@ class Ops(Protocol):
     def embed(self, table: Weight, token_ids: Array, scale: float, out: Array) -> None:
         """out[t] = scale * dequantised row token_ids[t] of table. out [T, d]."""
 
-    def rms_norm(self, x: Array, weight: Array, eps: float, out: Act) -> None:
-        """out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight. x [T, w], weight [w]."""
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Act, may_wait: bool = False) -> None:
+        """out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight. x [T, w], weight [w].
+
+        may_wait: a backend may leave it to the first verb that gets `out` as an Act; x stays as it is until then.
+        """
 
     def add_norm(self, x: Array, delta: Array, weight: Array, eps: float, scale: float) -> None:
         """x += scale * rms_norm(delta; weight) in place: the post-norms of gemma3. x, delta [T, d]."""
@@ -360,6 +363,19 @@ class Ops(Protocol):
 
         logits [T, n_experts], bias [n_experts] (for the selection only), ids int32 [T, k], weights [T, k].
         """
+
+    def choose_experts(
+        self,
+        x: Act,
+        router: Weight,
+        router_bias: Array | None,
+        logits: Array,
+        spec: MoeSpec,
+        bias: Array | None,
+        ids: Array,
+        weights: Array,
+    ) -> None:
+        """`linear` of the router, whose output is `logits`, and `route`."""
 
     def replay_routing(self, recorded: Array, layer_slot: int, ids: Array) -> None:
         """ids[t] = recorded[t, layer_slot]: a recording's experts instead of the router's choice, whose weights stay.

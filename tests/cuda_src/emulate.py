@@ -121,6 +121,7 @@ def fake_cupy() -> types.ModuleType:
     module = types.ModuleType("cupy")
     module.empty = aligned  # type: ignore[attr-defined]
     module.asarray = upload  # type: ignore[attr-defined]
+    module.zeros = lambda shape, dtype: upload(np.zeros(shape, dtype))  # type: ignore[attr-defined]
     return module
 
 

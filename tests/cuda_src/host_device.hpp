@@ -157,6 +157,18 @@ static inline int __reduce_add_sync(unsigned, int v) {
     for (int i = 0; i < 32; i++) sum += lane_value<int>(all, i);
     return sum;
 }
+static inline unsigned __reduce_max_sync(unsigned, unsigned v) {
+    auto all = share(v);
+    unsigned most = 0;
+    for (int i = 0; i < 32; i++) most = std::max(most, lane_value<unsigned>(all, i));
+    return most;
+}
+static inline unsigned __reduce_min_sync(unsigned, unsigned v) {
+    auto all = share(v);
+    unsigned least = ~0u;
+    for (int i = 0; i < 32; i++) least = std::min(least, lane_value<unsigned>(all, i));
+    return least;
+}
 static inline unsigned __match_any_sync(unsigned, int v) {
     auto all = share(v);
     unsigned mask = 0;

@@ -42,6 +42,13 @@ def test_kernels_without_weights_have_none(kernel: Kernel) -> None:
     assert past_coherence(kernel) == []
 
 
+def test_kernels_that_norm_their_input_read_the_row_coherently() -> None:
+    """Only the norm's weights and a bias come in single numbers past coherence, and the router's rows in vectors."""
+    found = past_coherence(routing.router_kernel(128, 1, 2048))
+    single = [kind for kind in found if kind in ("f32", "b32")]
+    assert len(single) == 2048 // 256 + 1 and {kind for kind in found if kind not in single} <= {"v4.u32", "v4.b32"}
+
+
 @pytest.mark.parametrize("kernel", EXPERTS, ids=lambda kernel: kernel.name)
 def test_expert_kernels_read_biases_so_and_nothing_else(kernel: Kernel) -> None:
     """Single numbers; packed weights, activations and tables come in words, vectors and addresses."""

@@ -36,7 +36,9 @@ def family(name: str) -> list[Kernel]:
 
 COMMON = [
     *matmul.COMMON_KERNELS, *moe.COMMON_KERNELS, routing.route_kernel(128), routing.route_kernel(1000),
-    routing.REPLAY_KERNEL, moe_kernels.down_sum_kernel("q6_k", 8, 2, 8),
+    routing.router_kernel(128, 1, 2048), routing.router_kernel(1000, 2), routing.REPLAY_KERNEL,
+    matmul.norm_gemv_kernel(("q4_k", "q6_k"), 2880, 32, 2), matmul.norm_gemv_kernel(("f16", "q8_0"), 1024, 8, 1),
+    moe_kernels.down_sum_kernel("q6_k", 8, 2, 8),
     moe_kernels.down_sum_kernel("q5_0", 32, 2, 5, True),
     matmul.gemv_kernel(("q4_k", "q6_k"), 8, 32, 2),
     matmul.strip_kernel(("q4_k", "q6_k"), *matmul.linear_strip(4096, 2048, 32)),

@@ -36,7 +36,7 @@ class CpuOps(ReferenceOps):
 
     # ---- verbs that fill an Act: the float32 values, then their 8-bit form, once for all readers
     @staticmethod
-    def rms_norm(x: Array, weight: Array, eps: float, out: Act) -> None:
+    def rms_norm(x: Array, weight: Array, eps: float, out: Act, may_wait: bool = False) -> None:
         pointwise.rms_norm(x, weight, eps, out)
         quantize_act(out, x.shape[0])
 

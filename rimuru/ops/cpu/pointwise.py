@@ -170,7 +170,7 @@ def _cap(logits, scale, softcap):  # type: ignore[no-untyped-def]
             row[i] = softcap * math.tanh(row[i] * scale / softcap)
 
 
-def rms_norm(x: Array, weight: Array, eps: float, out: Act) -> None:
+def rms_norm(x: Array, weight: Array, eps: float, out: Act, may_wait: bool = False) -> None:
     """See `Ops.rms_norm`; fills `out.f32` only."""
     _rms_norm(x, weight, np.float32(eps), out.f32)
 

@@ -61,6 +61,7 @@ class CudaOps:
         self.attention = attention.Attention(deterministic, self.info.max_shared_bytes)
         self._attention_bytes = 0
         self.sample = Sampler()
+        self.choose_experts = routing.Router()
         self.graphs = DecodeGraphs(self.stage, self.stream)
         self._aside = residency.Aside()
         self._enter()

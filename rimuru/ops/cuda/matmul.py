@@ -10,7 +10,6 @@ An activation without halves (`act(deterministic=True)`) always takes the first 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,15 +19,19 @@ from rimuru.base.errors import RimuruError
 from rimuru.base.units import ceil_div
 from rimuru.formats.quants import QuantFormat
 from rimuru.ops.base import Act, Array, Weight
+from rimuru.ops.cuda.activations import ACT_BLOCK as ACT_BLOCK
+from rimuru.ops.cuda.activations import ACT_SIGNATURE, act_arguments, can_wait, pending_norm, settle
+from rimuru.ops.cuda.activations import MAX_GEMV_TOKENS as MAX_GEMV_TOKENS
+from rimuru.ops.cuda.activations import act as act
+from rimuru.ops.cuda.activations import act_bytes as act_bytes
 from rimuru.ops.cuda.launch import Kernel
 from rimuru.ops.factors import by_factor, with_factors
 
-ACT_BLOCK = 32
 TOKEN_TILE = 8
 """Most tokens that the integer kernels handle for one reading of the weights."""
 
-MAX_GEMV_TOKENS = 4
-"""Up to this many tokens integer dot products are used; beyond, tensor cores."""
+MAX_NORM_BLOCKS = 800
+"""Most blocks of a launch that norm its input, each for itself: two rounds of them on a large card."""
 
 MIN_F32_TILE_TOKENS = 1024
 """From this many tokens on float32 matrices are multiplied in tiles."""
@@ -58,51 +61,6 @@ _gemm_f32 = Kernel(
 
 COMMON_KERNELS = (_quantize, _scale_halves, _gemm_f32)
 """Kernels that do not depend on a tensor type."""
-
-
-@dataclass(slots=True)
-class ActQuant:
-    """What the matrix kernels read of an activation beside its float32 values (layout: cuda_src/common/types.cuh)."""
-
-    values: Array | None  # int8 [T, width]; None where 32 does not divide the width
-    scales: Array | None  # float32 [T, width / 32]
-    sums: Array | None  # int32 [T, width / 32], two sums of 16 values each
-    halves: Array | None  # float16 [T, width]; None: the tensor-core kernels are not used
-    half_scales: Array | None  # float32 [T], powers of two
-    has_halves: bool = False
-    """Who filled the activation also filled the halves; otherwise who reads them makes them (`make_halves`)."""
-
-    def head(self, n_tokens: int) -> ActQuant:
-        """The first n_tokens rows, sharing memory."""
-        parts: tuple[Any, ...] = (self.values, self.scales, self.sums, self.halves, self.half_scales)
-        values, scales, sums, halves, half_scales = (None if part is None else part[:n_tokens] for part in parts)
-        return ActQuant(values, scales, sums, halves, half_scales)
-
-
-def act(n_tokens: int, width: int, deterministic: bool = False) -> Act:
-    """Storage for an activation of n_tokens rows."""
-    import cupy
-
-    blocks = width % ACT_BLOCK == 0
-    halves = blocks and not deterministic and n_tokens > MAX_GEMV_TOKENS
-    quant = ActQuant(
-        cupy.empty((n_tokens, width), np.int8) if blocks else None,
-        cupy.empty((n_tokens, width // ACT_BLOCK), np.float32) if blocks else None,
-        cupy.empty((n_tokens, width // ACT_BLOCK), np.int32) if blocks else None,
-        cupy.empty((n_tokens, width), np.float16) if halves else None,
-        cupy.empty(n_tokens, np.float32) if halves else None,
-    )
-    return Act(cupy.empty((n_tokens, width), np.float32), quant)
-
-
-def act_bytes(n_tokens: int, width: int, deterministic: bool = False) -> int:
-    """Bytes that `act` takes."""
-    total = 4 * width
-    if width % ACT_BLOCK == 0:
-        total += width + 8 * (width // ACT_BLOCK)
-        if not deterministic and n_tokens > MAX_GEMV_TOKENS:
-            total += 2 * width + 4
-    return n_tokens * total
 
 
 def quantize_act(x: Act, n_tokens: int) -> None:
@@ -164,6 +122,16 @@ def gemv_kernel(formats: tuple[str, ...], tile: int, lanes: int, rows: int) -> K
     }  # fmt: skip
     signature = f"x_f32: f32*, x_values: i8*, x_scales: f32*, x_sums: i32*, {_MATRIX}, {_FINISH}"
     return Kernel("matmul/gemv.cu", "gemv", signature, defines)
+
+
+@cache
+def norm_gemv_kernel(formats: tuple[str, ...], width: int, lanes: int, rows: int) -> Kernel:
+    """`gemv_kernel` for one token whose norm is still to be made."""
+    defines = gemv_kernel(formats, 1, lanes, rows).defines | {"NORM_WIDTH": width}
+    signature = (
+        f"x: f32*, norm_weight: f32*, norm_eps: f32, normed: f32*, {ACT_SIGNATURE}, {_MATRIX}, scale: f32, add: i32"
+    )
+    return Kernel("matmul/norm_gemv.cu", "norm_gemv", signature, defines)
 
 
 @cache
@@ -328,6 +296,9 @@ def linear_kernels(weights: Sequence[Weight], max_tokens: int, deterministic: bo
             else:
                 kernel = gemm_kernel(formats, *gemm_tile(n_tokens, n_rows))
             found[id(kernel)] = kernel
+            if n_tokens == 1 and can_wait(1, n_in):
+                normed = norm_gemv_kernel(formats, n_in, *_gemv_shape(formats[0], n_rows, n_in, 1)[1:])
+                found[id(normed)] = normed
     return [*COMMON_KERNELS, *found.values()]
 
 
@@ -347,6 +318,14 @@ def _launch_gemv(x: Act, group: list[Job], finish: tuple[Any, ...]) -> None:
     quant = (None, None, None) if x.quant is None else (x.quant.values, x.quant.scales, x.quant.sums)
     if quant[0] is None and not all(w.format.is_float for w, _, _ in group):
         raise RimuruError(f"an activation of width {width} has no 8-bit form, which {formats} matrices need")
+    norm, (row_scale, scale, add) = pending_norm(x), finish[:3]
+    if norm is not None and n_tokens == 1 and row_scale is None and n_blocks <= MAX_NORM_BLOCKS:
+        normed = norm_gemv_kernel(formats, width, lanes, rows)
+        arguments = (norm.x, norm.weight, norm.eps, x.f32, *act_arguments(x), *matrices, scale, add)
+        normed((n_blocks,), (_GEMV_WARPS * 32,), arguments)
+        x.quant.norm = None
+        return
+    settle(x)
     kernel = gemv_kernel(formats, tile, lanes, rows)
     kernel((n_blocks, ceil_div(n_tokens, tile)), (_GEMV_WARPS * 32,), (x.f32, *quant, *matrices, *finish))
 

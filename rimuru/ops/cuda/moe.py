@@ -20,6 +20,7 @@ from rimuru.base.units import ceil_div
 from rimuru.memory.specs import ExpertLayerLayout, ProjectionLayout
 from rimuru.ops.base import Act, Array, ExpertTable, MoeScratch
 from rimuru.ops.cuda import sorting
+from rimuru.ops.cuda.activations import settle
 from rimuru.ops.cuda.launch import Kernel
 from rimuru.ops.cuda.matmul import (
     ACT_BLOCK,
@@ -221,6 +222,7 @@ def moe_experts(
         raise RimuruError(f"block {table.layout.layer}: experts need an up and a down projection")
     if table.factors and table.biases:
         raise RimuruError(f"block {table.layout.layer}: experts with factors and biases: use --device cpu")
+    settle(x)
     n_tokens, top_k = ids.shape
     n_experts, buffers = table.layout.n_experts, scratch.private
     load = n_tokens * top_k / n_experts

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from rimuru.base.units import align_up, ceil_div
+from rimuru.base.units import ceil_div
 from rimuru.ops.base import Act, Array
+from rimuru.ops.cuda.activations import (
+    ACT_SIGNATURE,
+    RMS_NORM_KERNEL,
+    act_arguments,
+    blocks_wanted,
+    row_threads,
+    settle,
+)
+from rimuru.ops.cuda.activations import rms_norm as rms_norm
 from rimuru.ops.cuda.launch import Kernel
-from rimuru.ops.cuda.matmul import MAX_GEMV_TOKENS
 
 ACTIVATION_IDS = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "swiglu_oai": 3, "identity": 4}
 """Numbers of the activations in kernels (cuda_src/common/math.cuh)."""
 
-ACT_SIGNATURE = "act_values: i8*, act_scales: f32*, act_sums: i32*"
 _GLU_COLUMNS = 256
 _NARROW_WARPS = 8
 _NARROW_WIDTH = 512
 """Parts of a gated norm up to this width have a warp each (cuda_src/pointwise/norm.cu)."""
 
 
-_rms_norm = Kernel(
-    "pointwise/norm.cu",
-    "rms_norm",
-    f"x: f32*, weight: f32*, out: f32*, {ACT_SIGNATURE}, halves: f16*, half_scales: f32*, width: i32, eps: f32",
-)
 _add_norm = Kernel(
     "pointwise/norm.cu", "add_norm", "x: f32*, delta: f32*, weight: f32*, width: i32, eps: f32, scale: f32"
 )
@@ -48,46 +48,9 @@ _multiply = Kernel(
 )
 
 KERNELS = (
-    _rms_norm, _add_norm, _gated_norm, _gated_norm_narrow, _gated_norm_128, _glu, _row_gate, _gather_rows,
+    RMS_NORM_KERNEL, _add_norm, _gated_norm, _gated_norm_narrow, _gated_norm_128, _glu, _row_gate, _gather_rows,
     _finish_logits, _multiply, _take_tokens,
 )  # fmt: skip
-
-
-def act_arguments(act: Act) -> tuple[Any, Any, Any]:
-    """The 8-bit form of an activation as the kernels take it; nulls where it has none."""
-    if act.quant is None:
-        return None, None, None
-    return act.quant.values, act.quant.scales, act.quant.sums
-
-
-_MAX_EXPERT_DOT_TOKENS = 256
-"""Beyond this many tokens experts run on tensor cores too, whatever the model's share of active experts."""
-
-
-def blocks_wanted(act: Act, n_tokens: int, most: int = MAX_GEMV_TOKENS) -> bool:
-    """Whether the 8-bit form of an activation that only matrices read (no experts) is worth making.
-
-    Beyond the integer kernels' batch sizes matrices read halves, which they make themselves, and which are out of date
-    from now on.
-    """
-    if act.quant is not None:
-        act.quant.has_halves = False
-    return act.quant is not None and (n_tokens <= most or act.quant.halves is None)
-
-
-def row_threads(width: int) -> int:
-    """Threads of a block that reduces one row. Depends on the width only, so that the order of sums does too."""
-    return min(1024, max(32, align_up(ceil_div(width, 4), 32)))
-
-
-def rms_norm(x: Array, weight: Array, eps: float, out: Act) -> None:
-    n_tokens, width = x.shape
-    act = act_arguments(out) if blocks_wanted(out, n_tokens, _MAX_EXPERT_DOT_TOKENS) else (None, None, None)
-    halves = (None, None)
-    if out.quant is not None:
-        out.quant.has_halves = n_tokens > MAX_GEMV_TOKENS and out.quant.halves is not None
-        halves = (out.quant.halves, out.quant.half_scales) if out.quant.has_halves else halves
-    _rms_norm((n_tokens,), (row_threads(width),), (x, weight, out.f32, *act, *halves, width, eps))
 
 
 def add_norm(x: Array, delta: Array, weight: Array, eps: float, scale: float) -> None:
@@ -138,6 +101,7 @@ def quantise(act: Act, n_tokens: int) -> None:
 
 def row_gate(x: Act, weight: Array, out: Array) -> None:
     n_tokens, width = x.f32.shape
+    settle(x)
     _row_gate((n_tokens,), (row_threads(width),), (x.f32, weight, out, width))
 
 

@@ -1,16 +1,26 @@
-"""Launcher of the routing kernel (cuda_src/moe/route_topk.cu)."""
+"""Launchers of the routing kernels (cuda_src/moe/router.cu, route_topk.cu)."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
+
+import numpy as np
 
 from rimuru.arch.spec import MoeSpec
+from rimuru.base import env
 from rimuru.base.errors import RimuruError
 from rimuru.base.units import ceil_div
-from rimuru.ops.base import Array
+from rimuru.ops.base import Act, Array, Weight
+from rimuru.ops.cuda.activations import ACT_SIGNATURE, act_arguments, pending_norm
 from rimuru.ops.cuda.launch import Kernel
+from rimuru.ops.cuda.matmul import linear
 
 MAX_EXPERTS = 1024
+MAX_ROUTER_TOKENS = 64
+"""Up to this many tokens the blocks of a router make the choice too."""
+
+_ROUTER_WARPS = 8
 _GATINGS = {"softmax": 0, "sigmoid": 1, "softmax_selected": 2, "sqrt_softplus": 3}
 
 
@@ -21,6 +31,20 @@ def _route_kernel(per_lane: int) -> Kernel:
         "n_groups: i32, n_groups_used: i32, renormalise: i32, scale: f32"
     )
     return Kernel("moe/route_topk.cu", "route_topk", signature, {"PER_LANE": per_lane})
+
+
+@cache
+def router_kernel(n_experts: int, tile: int, norm_width: int = 0) -> Kernel:
+    """Router and choice for `tile` tokens a block; norm_width: of their norm, where it has not been made."""
+    signature = (
+        f"x: f32*, norm_weight: f32*, norm_eps: f32, normed: f32*, {ACT_SIGNATURE}, weight: *, weight_bias: f32*,"
+        "weight_scale: f32, logits: f32*, arrivals: *, bias: f32*, ids: i32*, weights: f32*, width: i32, n_tokens: i32,"
+        "n_experts: i32, top_k: i32, gating: i32, n_groups: i32, n_groups_used: i32, renormalise: i32, scale: f32"
+    )
+    defines = route_kernel(n_experts).defines | {
+        "TOKEN_TILE": tile, "NORM_WIDTH": norm_width, "BLOCK_WARPS": _ROUTER_WARPS,
+    }  # fmt: skip
+    return Kernel("moe/router.cu", "router", signature, defines)
 
 
 REPLAY_KERNEL = Kernel(
@@ -48,14 +72,64 @@ def route_kernel(n_experts: int) -> Kernel:
 def route(logits: Array, spec: MoeSpec, bias: Array | None, ids: Array, weights: Array) -> None:
     """See Ops.route."""
     n_tokens, n_experts = logits.shape
-    if spec.top_k > n_experts or spec.n_groups > 32:
-        raise RimuruError(f"cannot choose {spec.top_k} of {n_experts} experts in {spec.n_groups} groups")
     warps = 4 if n_tokens > 132 else 1
     route_kernel(n_experts)(
         (ceil_div(n_tokens, warps),),
         (32 * warps,),
-        (
-            logits, bias, ids, weights, n_tokens, n_experts, spec.top_k, _GATINGS[spec.gating], spec.n_groups,
-            spec.n_groups_used, int(spec.renormalise), spec.weights_scale or 1.0,
-        ),
+        (logits, bias, ids, weights, n_tokens, *_choice(spec, n_experts)),
+    )
+
+
+def _choice(spec: MoeSpec, n_experts: int) -> tuple[Any, ...]:
+    """The last arguments of both kernels, from the number of experts on."""
+    if spec.top_k > n_experts or spec.n_groups > 32:
+        raise RimuruError(f"cannot choose {spec.top_k} of {n_experts} experts in {spec.n_groups} groups")
+    return (
+        n_experts, spec.top_k, _GATINGS[spec.gating], spec.n_groups, spec.n_groups_used, int(spec.renormalise),
+        spec.weights_scale or 1.0,
     )  # fmt: skip
+
+
+class Router:
+    """The verb `choose_experts`: one launch for few tokens, with their norm where that is still to be made.
+
+    Owns the counters by which blocks find out who is last.
+    """
+
+    def __init__(self) -> None:
+        self._arrivals: Any = None
+
+    def __call__(
+        self,
+        x: Act,
+        router: Weight,
+        router_bias: Array | None,
+        logits: Array,
+        spec: MoeSpec,
+        bias: Array | None,
+        ids: Array,
+        weights: Array,
+    ) -> None:
+        n_tokens, n_experts = logits.shape
+        width = x.f32.shape[1]
+        if router.format.name != "f32" or n_tokens > MAX_ROUTER_TOKENS or not env.fused_norms():
+            linear(x, (router,), (logits,), (router_bias,))
+            route(logits, spec, bias, ids, weights)
+            return
+        if self._arrivals is None:
+            import cupy
+
+            self._arrivals = cupy.zeros(MAX_ROUTER_TOKENS, np.uint32)
+        norm, tile = pending_norm(x), 1 if n_tokens <= 8 else 2
+        before: tuple[Any, ...] = (x.f32, None, 0.0, None, None, None, None)
+        if norm is not None:
+            before = (norm.x, norm.weight, norm.eps, x.f32, *act_arguments(x))
+            x.quant.norm = None
+        router_kernel(n_experts, tile, 0 if norm is None else width)(
+            (ceil_div(n_experts, _ROUTER_WARPS), ceil_div(n_tokens, tile)),
+            (32 * _ROUTER_WARPS,),
+            (
+                *before, router.data, router_bias, router.factor, logits, self._arrivals, bias, ids, weights, width,
+                n_tokens, *_choice(spec, n_experts),
+            ),
+        )  # fmt: skip

@@ -117,6 +117,13 @@ class ReferenceOps:
     def moe_scratch_bytes(self, max_tokens: int, spec: MoeSpec, n_in: int) -> int:
         return max_tokens * spec.top_k * n_in * 4
 
+    def choose_experts(
+        self, x: Act, router: Weight, router_bias: Array | None, logits: Array, spec: MoeSpec, bias: Array | None,
+        ids: Array, weights: Array,
+    ) -> None:  # fmt: skip
+        self.linear(x, (router,), (logits,), (router_bias,))
+        self.route(logits, spec, bias, ids, weights)
+
     embed = staticmethod(pointwise.embed)
     rms_norm = staticmethod(pointwise.rms_norm)
     add_norm = staticmethod(pointwise.add_norm)

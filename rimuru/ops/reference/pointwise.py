@@ -54,7 +54,7 @@ def embed(table: Weight, token_ids: Array, scale: float, out: Array) -> None:
     out[...] = dequantize(table.data[token_ids], table.format).astype(np.float64) * scale
 
 
-def rms_norm(x: Array, weight: Array, eps: float, out: Act) -> None:
+def rms_norm(x: Array, weight: Array, eps: float, out: Act, may_wait: bool = False) -> None:
     out.f32[: len(x)] = normalise(x, weight, eps)
 
 

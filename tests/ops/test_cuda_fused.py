@@ -1,0 +1,43 @@
+"""Kernels that norm their own input on a GPU: every case, and equal to launches of their own, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cases.common import Case, compare
+from cases.fused import CASES, choose_case
+
+from rimuru.arch.spec import MoeSpec
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["fast", "deterministic"])
+def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
+    from rimuru.ops.cuda import CudaOps
+
+    yield CudaOps(deterministic=request.param)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equal_to_launches_of_their_own(ops: Any, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = case.inputs()
+    got = case.run(ops, inputs)
+    compare(got, case.expected(inputs), case.tolerance, case.tolerances)
+    monkeypatch.setenv("RIMURU_FUSED_NORMS", "0")
+    apart = case.run(ops, inputs)
+    assert got.keys() == apart.keys() and all(np.array_equal(got[name], apart[name]) for name in got)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_choice_does_not_depend_on_the_batch(ops: Any, waits: bool) -> None:
+    """One to four tokens norm themselves, more do not, and from nine on blocks take two."""
+    spec, many = MoeSpec(128, 8, 32, renormalise=True), 37
+    inputs = choose_case("of many", spec, many, 2048, False).inputs()
+    together = choose_case("of many", spec, many, 2048, False).run(ops, inputs)
+    for n in (1, 3, 8, 9):
+        some = choose_case("of some", spec, n, 2048, waits).run(ops, inputs | {"x": inputs["x"][:n]})
+        assert all(np.array_equal(some[name], together[name][:n]) for name in ("ids", "weights", "logits"))
