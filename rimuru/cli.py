@@ -14,6 +14,7 @@ from rimuru import __version__
 from rimuru.base.errors import BadInputError, RimuruError
 from rimuru.base.log import LEVELS, setup_logging
 from rimuru.base.screen import brief
+from rimuru.formats.names import find_model
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup_logging(args.log_level)
         if getattr(args, "model", None) == "":  # a path would take it for the current folder
             raise BadInputError("the model's name is empty")
+        if hasattr(args, "model") and args.command != "simulate.simulate":  # which has names of its own
+            args.model = str(find_model(args.model))
         module, function = args.command.rsplit(".", 1)
         code = int(getattr(importlib.import_module(f"rimuru.commands.{module}"), function)(args))
         sys.stdout.flush()  # here, where it can still be told that the output went nowhere
@@ -154,7 +157,9 @@ def common_options() -> argparse.ArgumentParser:
 def _add_run(commands: argparse._SubParsersAction, parents: list[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("run", parents=parents, help="answer a prompt, or chat")
     parser.add_argument(
-        "model", metavar="MODEL", help="a GGUF (any part of a split set, or its folder) or a .rimuru folder"
+        "model",
+        metavar="MODEL",
+        help="a GGUF (any part of a split set, or its folder), a .rimuru folder, demo, or the name of a model in ~/models",
     )
     parser.add_argument("-p", "--prompt", metavar="TEXT")
     parser.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")

@@ -23,18 +23,25 @@ def find_file(path: Path) -> Path:
         if not path.is_file():
             raise BadInputError(f"{path}: this is no regular file")
         return path
-    models: dict[str, Path] = {}
-    for file in sorted(path.iterdir()):
-        if file.suffix.lower() != ".gguf" or not file.is_file() or file.name.startswith(_NOT_A_MODEL):
-            continue
-        match = _PART_NAME.fullmatch(file.name)
-        models.setdefault(f"{match['prefix']}-of-{match['count']}" if match else file.name, file)
+    models = models_in(path)
     if not models:
         raise BadInputError(f"{path}: this folder holds no GGUF model")
     if len(models) > 1:
-        names = ", ".join(file.name for file in list(models.values())[:4])
+        names = ", ".join(file.name for _, file in models[:4])
         raise BadInputError(f"{path}: this folder holds {len(models)} models ({names} ...); name the file to use")
-    return next(iter(models.values()))
+    return models[0][1]
+
+
+def models_in(folder: Path) -> list[tuple[str, Path]]:
+    """(name without part and `.gguf`, file) of each model that lies in a folder; of a set the first part there is."""
+    found: dict[tuple[str, str], tuple[str, Path]] = {}
+    for file in sorted(folder.iterdir()):
+        if file.suffix.lower() != ".gguf" or not file.is_file() or file.name.startswith(_NOT_A_MODEL):
+            continue
+        match = _PART_NAME.fullmatch(file.name)
+        key = (match["prefix"], match["count"]) if match else (file.name, "")
+        found.setdefault(key, (match["prefix"] if match else file.stem, file))
+    return list(found.values())
 
 
 def part_paths(path: Path, number: int, count: int) -> list[Path]:
