@@ -159,7 +159,7 @@ def _add_run(commands: argparse._SubParsersAction, parents: list[argparse.Argume
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a GGUF (any part of a split set, or its folder), a .rimuru folder, demo, or the name of a model in ~/models",
+        help="a GGUF (any part of a split set, or its folder), a .rimuru folder, demo, or a name in ~/models",
     )
     parser.add_argument("-p", "--prompt", metavar="TEXT")
     parser.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
