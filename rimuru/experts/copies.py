@@ -7,20 +7,41 @@ from itertools import pairwise
 
 import numpy as np
 
+from rimuru.experts.host_arena import HostArena
 from rimuru.memory.page_pool import PagePool
 from rimuru.ops.base import Copier
 
 
 def copy_in(copier: Copier, pool: PagePool, data: np.ndarray, pages: np.ndarray) -> None:
-    """Queue copies of data uint8 [n_pages * page bytes] to expert pages int32 [n_pages]."""
-    for address, part in _parts(pool, data, pages):
-        copier.copy_in(address, part)
+    """Queue copies of data uint8 [n_pages * page bytes] to expert pages int32 [n_pages]. Where one cannot be queued,
+    none is under way afterwards."""
+    try:
+        for address, part in _parts(pool, data, pages):
+            copier.copy_in(address, part)
+    except BaseException:
+        copier.wait()
+        raise
 
 
 def copy_out(copier: Copier, pool: PagePool, data: np.ndarray, pages: np.ndarray) -> None:
-    """Queue copies of expert pages to data."""
-    for address, part in _parts(pool, data, pages):
-        copier.copy_out(part, address)
+    """Queue copies of expert pages to data. Where one cannot be queued, none is under way afterwards."""
+    try:
+        for address, part in _parts(pool, data, pages):
+            copier.copy_out(part, address)
+    except BaseException:
+        copier.wait()
+        raise
+
+
+def copy_home(copier: Copier, pool: PagePool, arena: HostArena, pages: np.ndarray) -> np.ndarray:
+    """Queue the copy of an expert's pages to memory of the arena, and give that; it goes back where this fails."""
+    data = arena.take(len(pages) * pool.layout.page_bytes("expert"))
+    try:
+        copy_out(copier, pool, data, pages)
+    except BaseException:
+        arena.give_back(data)
+        raise
+    return data
 
 
 def _parts(pool: PagePool, data: np.ndarray, pages: np.ndarray) -> list[tuple[int, np.ndarray]]:

@@ -7,6 +7,7 @@ exactly by waiting (`hear_now`).
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,8 @@ from rimuru.ops.places import (
     LayerPlaces,
     n_copy_entries,
 )
+
+log = logging.getLogger(__name__)
 
 BUFFER_SHARE = 32
 """Loading buffers take this part of the pool at most: they serve layers in which more is missed than finds a place."""
@@ -259,7 +262,14 @@ class DevicePlaces:
 
     # ---- reports
     def ask(self) -> None:
-        """Queue the copy of a report behind the steps so far, unless one is under way."""
+        """Queue the copy of a report behind the steps so far, unless one is under way. Where that fails, the next
+        report tells as much."""
+        try:
+            self._ask()
+        except Exception as error:
+            log.warning("a report of what steps chose was not sent: %s", error)
+
+    def _ask(self) -> None:
         if not self._is_asked:
             self.copier.copy_out(self._mailbox, self.ops.address(self._heard_array))
             self._marker, self._is_asked, self._asked_at = self.copier.record(), True, self._epoch
@@ -277,7 +287,7 @@ class DevicePlaces:
         if self._is_asked:  # its buffer is in use: let it come, and count it together with the next
             self.copier.wait(self._marker)
             self._is_asked = False
-        self.ask()
+        self._ask()
         self.copier.wait(self._marker)
         return self._take()
 

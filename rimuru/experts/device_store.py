@@ -25,9 +25,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from rimuru.base.errors import AuditError, NotEnoughMemoryError
+from rimuru.base.errors import AuditError
 from rimuru.base.units import human_bytes
-from rimuru.experts.copies import Staging, copy_in, copy_out
+from rimuru.experts.copies import Staging, copy_home, copy_in
 from rimuru.experts.device_places import DevicePlaces, Heard, name_empty
 from rimuru.experts.host_arena import BLOCK_BYTES, HostArena
 from rimuru.experts.residency import DECAY_TOKENS, ResidencyPolicy
@@ -278,13 +278,11 @@ class DeviceExpertStore(ResidentSet):
             pages = self.view.pages(slot, expert)
             assert pages is not None, "only a resident can be taken out"
             try:
-                data = self.arena.take(self._expert_bytes(slot))
-            except NotEnoughMemoryError as error:
+                self._host[slot, expert] = copy_home(self.copier, self.pool, self.arena, pages)
+            except Exception as error:  # no memory, or a copy that could not be queued
                 log.warning("%d of %d experts stay in the pool: %s", len(victims) - number, len(victims), error)
                 victims = victims[:number]
                 break
-            self._host[slot, expert] = data
-            copy_out(self.copier, self.pool, data, pages)
         self.copier.wait()
         for slot, expert in victims:
             self.pool.free("expert", self.take_out(slot, expert))
@@ -337,8 +335,7 @@ class DeviceExpertStore(ResidentSet):
             super().flip(sources, targets)
 
     def _arrive(self, slot: int, expert: int) -> None:
-        pages, _ = self._coming.pop((slot, expert))
-        self.settle(slot, expert, pages)
+        self.settle(slot, expert, self._coming.pop((slot, expert))[0])
         self.arena.give_back(self._host.pop((slot, expert)))
 
     # ---- state
@@ -363,8 +360,13 @@ class DeviceExpertStore(ResidentSet):
 
     def catch_up(self) -> None:
         """Wait for the steps so far, and note everything they chose. Nothing runs now."""
-        self._note(self.places.hear_now())
         self._clock.stop()
+        try:
+            heard = self.places.hear_now()
+        except Exception as error:  # the next report tells as much
+            log.warning("what the last steps chose is not known yet: %s", error)
+            return
+        self._note(heard)
 
     def _note(self, heard: Heard) -> None:
         """Counters, warmth, and who is resident, from a report."""

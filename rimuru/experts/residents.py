@@ -7,6 +7,7 @@ Pages of a loading expert are pinned: no plan moves what a read is writing to.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from rimuru.memory.allocator import PINNED_OWNER
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import ExpertLayout
 from rimuru.memory.views import ExpertView
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,12 @@ class ResidentSet:
             pages = self.begin(place[0])
             if pages is None:
                 break
-            self.start_read(*place, pages)
+            try:
+                self.start_read(*place, pages)
+            except Exception as error:
+                log.warning("expert %d of layer slot %d stays absent: %s", place[1], place[0], error)
+                self.give_up(pages)
+                break
             begun.append(place)
         return begun
 

@@ -11,6 +11,7 @@ gives content up (a cold expert) frees it before asking for a plan: what is stil
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,6 +25,8 @@ from rimuru.memory.specs import PageKind
 if TYPE_CHECKING:
     from rimuru.memory.page_pool import PagePool
     from rimuru.ops.base import Copier
+
+log = logging.getLogger(__name__)
 
 ATTEMPTS = 4
 
@@ -199,12 +202,21 @@ def execute(
                 copier.copy_within(int(target), int(source), n_bytes)
         copier.wait()
     except Exception:
+        _wait_anyhow(copier)
         plan.cancel()
         raise
     for move in list(plan.moves):
         flip[move.kind](move.sources, move.targets)
         plan.commit(move)
     plan.finish()
+
+
+def _wait_anyhow(copier: Copier) -> None:
+    """Copies that were queued before one failed must not reach pages that others get."""
+    try:
+        copier.wait()
+    except Exception as error:
+        log.warning("copies within the pool failed: %s", error)
 
 
 def expert_cost_by_huge(allocator: PageAllocator, cost_of_owner: np.ndarray) -> np.ndarray:
@@ -231,5 +243,11 @@ def make_room(
     plan = plan_compaction(pool.allocator, kind, n_wanted, cost) if pool.copier is not None else None
     if plan is None or pool.copier is None:
         return False
-    execute(plan, pool, pool.copier, flip)
+    try:
+        execute(plan, pool, pool.copier, flip)
+    except AuditError:
+        raise
+    except Exception as error:  # everything is where it was
+        log.warning("%d pages of kind %s were not made: %s", n_wanted, kind, error)
+        return False
     return True
