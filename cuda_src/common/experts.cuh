@@ -38,7 +38,7 @@ __device__ __forceinline__ const u8* final_address(u64 address) {
 
 // The page of row n, out of a table whose row of the expert begins at entry `start`.
 __device__ __forceinline__ u64 page_of_row(const i64* table, int start, const Projection& p, int n) {
-    return (u64)table[(u32)(start + p.first_page) + __umulhi(4u * (u32)n, (u32)p.page_factor)];
+    return load_early(table + ((u32)(start + p.first_page) + __umulhi(4u * (u32)n, (u32)p.page_factor)));
 }
 
 __device__ __forceinline__ const u8* row_in_page(u64 page, const Projection& p, int n) {
@@ -55,7 +55,8 @@ __device__ __forceinline__ const u8* expert_row(const Projection& p, int expert,
 }
 
 // A row of item g's expert: ask() while the item is not known yet, at() then. With -DITEM_PAGES=1 token_sort.cu has
-// copied the table's row of each item's expert: an item and its pages are read together, not one after the other.
+// copied the table's row of each item's expert: an item and its pages are read together, not one after the other. (A
+// plain load would not do: compilers move it behind the branch that waits for the item.)
 struct ItemRow {
     u64 page;
 
@@ -98,7 +99,9 @@ struct Item {
     int count;
 };
 
-// Where items come from: token_sort.cu's tables, or, where items is null, every assignment by itself.
+// Where items come from: token_sort.cu's tables, or, where items is null, every assignment by itself. The down kernels
+// read all that, and the tables of pages, before follow_predecessor(): no kernel that comes right before them writes any
+// of it (that is gate_up, or the scaling of its results).
 #define ITEM_PARAMETERS                                          \
     const int4 *items,          /* [max items], or null */       \
         const i64 *item_pages,  /* [max items, n_pages] */       \
@@ -109,23 +112,27 @@ struct Item {
         int n_experts, int top_k
 
 // Item g into `item`; false where there is none or its expert cannot be read now.
-#define PICK_ITEM(item, g)                                                                               \
+#define PICK_ITEM(item, g)                                                             \
     (pick_item(items, n_items, ids, g, item) && (u32)(item).expert < (u32)n_experts && \
-     (active == nullptr || active[(item).expert]))
+     (active == nullptr || load_early(active + (item).expert)))
 
 __device__ __forceinline__ bool pick_item(const int4* items, const int* n_items, const int* ids, int g, Item& item) {
     if (items == nullptr) {
-        item = {ids[g], g, 1};
+        item = {load_early(ids + g), g, 1};
         return true;
     }
-    int n = *n_items;
-    int4 v = items[g];  // under way at the same time: the table has a place for every block of the grid
+    int n = load_early(n_items);
+    int4 v = load_early(items + g);  // under way at the same time: the table has a place for every block of the grid
     item = {v.x, v.y, v.z};
     return g < n;
 }
 
 __device__ __forceinline__ int item_assignment(const int4* items, const int* order, const Item& item, int i) {
     return items == nullptr ? item.first + i : order[item.first + i];
+}
+
+__device__ __forceinline__ int early_assignment(const int4* items, const int* order, const Item& item, int i) {
+    return items == nullptr ? item.first + i : load_early(order + item.first + i);
 }
 
 // Whose products a thread of a tensor-core kernel holds: of N tiles of tokens the two columns token(j, c), j < N, c < 2. All

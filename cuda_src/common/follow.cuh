@@ -4,12 +4,59 @@
 // still read. It returns when the kernel before has ended and its writes can be seen; since that one waited in the same
 // way, all earlier ones have ended too. Only what no kernel writes (weights) may be touched before. What kernels write is
 // never read through the path for constants (common/types.cuh): waiting does not empty its cache.
+//
+// One more thing may be read before: what kernels wrote before the last one, if it is known which one that is. All its
+// blocks had returned from follow_predecessor() when the first block here started, so those earlier ones had ended; their
+// writes lie in the second-level cache, and load_early() reads them there.
 #pragma once
 
 __device__ __forceinline__ void follow_predecessor() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");  // the next kernel's blocks may come where there is room
+#endif
+}
+
+// Read where it is written and not later, past the first-level cache, which may hold what was there before.
+__device__ __forceinline__ unsigned long long load_early(const long long* p) {
+#if defined(__CUDA_ARCH__)
+    unsigned long long v;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p));
+    return v;
+#else
+    return (unsigned long long)*p;
+#endif
+}
+
+__device__ __forceinline__ int load_early(const int* p) {
+#if defined(__CUDA_ARCH__)
+    int v;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+#else
+    return *p;
+#endif
+}
+
+__device__ __forceinline__ int4 load_early(const int4* p) {
+#if defined(__CUDA_ARCH__)
+    int4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+#else
+    return *p;
+#endif
+}
+
+__device__ __forceinline__ bool load_early(const bool* p) {
+#if defined(__CUDA_ARCH__)
+    unsigned int v;
+    asm volatile("ld.relaxed.gpu.global.u8 %0, [%1];" : "=r"(v) : "l"(p));
+    return v != 0;
+#else
+    return *p;
 #endif
 }
 

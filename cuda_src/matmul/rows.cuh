@@ -22,15 +22,20 @@
 #define RESIDENT_THREADS (TOKEN_TILE > 2 ? 512 : 768)
 #endif
 
-template <class F, int L, int R, int T>
+// What a product calls between asking for the first weights and reading activations.
+struct Nothing {
+    __device__ __forceinline__ void operator()() const {}
+};
+
+template <class F, int L, int R, int T, class Ready>
 __device__ __forceinline__ void integer_dots(const u8* const (&rows)[R], const ActView& x, const int (&tokens)[T],
-                                             int n_tokens, int lane, float (&acc)[R][T]) {
+                                             int n_tokens, int lane, Ready ready, float (&acc)[R][T]) {
     constexpr int SPAN = F::PAIRED ? 2 : 1;  // pieces that are handled together
     constexpr int WORDS = SPAN * R * (int)(sizeof(typename F::Raw) / 4);
     constexpr int DEPTH = STAGE_WORDS / WORDS < 1 ? 1 : STAGE_WORDS / WORDS > 4 ? 4 : STAGE_WORDS / WORDS;
     int n_spans = x.width / (32 * SPAN), n_blocks = x.width / ACT_BLOCK;
-    for (int first = lane; first < n_spans; first += L * DEPTH) {
-        typename F::Raw raw[DEPTH][R][SPAN];
+    typename F::Raw raw[DEPTH][R][SPAN];
+    auto load_stage = [&](int first) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             int span = first + d * L;
@@ -42,6 +47,12 @@ __device__ __forceinline__ void integer_dots(const u8* const (&rows)[R], const A
                 }
             }
         }
+    };
+    constexpr bool EARLY = !IsSame<Ready, Nothing>::value;
+    if constexpr (EARLY) load_stage(lane);
+    ready();
+    for (int first = lane; first < n_spans; first += L * DEPTH) {
+        if constexpr (!EARLY) load_stage(first);
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             int span = first + d * L;
@@ -73,6 +84,7 @@ __device__ __forceinline__ void integer_dots(const u8* const (&rows)[R], const A
                 }
             }
         }
+        if constexpr (EARLY) load_stage(first + L * DEPTH);
     }
 }
 
@@ -102,19 +114,20 @@ __device__ __forceinline__ void float_dots(const u8* const (&rows)[R], const Act
     }
 }
 
-// acc[r][t] becomes the whole product in all L lanes of a row.
-template <class F, int L, int R, int T>
+// acc[r][t] becomes the whole product in all L lanes of a row. ready(): the activations may be read from then on.
+template <class F, int L, int R, int T, class Ready = Nothing>
 __device__ __forceinline__ void row_dots(const u8* const (&rows)[R], const ActView& x, const int (&tokens)[T],
-                                         int n_tokens, int lane, float (&acc)[R][T]) {
+                                         int n_tokens, int lane, float (&acc)[R][T], Ready ready = {}) {
 #pragma unroll
     for (int r = 0; r < R; r++) {
 #pragma unroll
         for (int t = 0; t < T; t++) acc[r][t] = 0.0f;
     }
     if constexpr (F::IS_FLOAT) {
+        ready();
         float_dots<F, L, R, T>(rows, x, tokens, n_tokens, lane, acc);
     } else {
-        integer_dots<F, L, R, T>(rows, x, tokens, n_tokens, lane, acc);
+        integer_dots<F, L, R, T>(rows, x, tokens, n_tokens, lane, ready, acc);
     }
 #pragma unroll
     for (int r = 0; r < R; r++) {

@@ -129,7 +129,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
              const float* bias,       // [n_experts, n_out], or null
              float* out,              // [T * top_k, n_out]
              int n_out) {
-    follow_predecessor();
     Projection down = {addresses, n_pages, first_page, rows_per_page, page_factor, row_bytes};
     ActView h = {h_f32, h_values, h_scales, h_sums, n_hidden};
     int lane = threadIdx.x & 31, sub = lane % ROW_LANES;
@@ -139,14 +138,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
 #pragma unroll
     for (int r = 0; r < LANE_ROWS; r++) down_rows[r].ask(item_pages, down, blockIdx.y, min(first + r, n_out - 1));
     Item item;
-    if (!PICK_ITEM(item, blockIdx.y)) return;
+    if (!PICK_ITEM(item, blockIdx.y)) {
+        follow_predecessor();
+        return;
+    }
     int assignments[TOKEN_TILE];
 #pragma unroll
-    for (int t = 0; t < TOKEN_TILE; t++) assignments[t] = item_assignment(items, order, item, min(t, item.count - 1));
+    for (int t = 0; t < TOKEN_TILE; t++) assignments[t] = early_assignment(items, order, item, min(t, item.count - 1));
     const u8* rows[LANE_ROWS];
 #pragma unroll
     for (int r = 0; r < LANE_ROWS; r++)
         rows[r] = down_rows[r].at(down, item.expert, min(first + r, n_out - 1));
+    follow_predecessor();
     float acc[LANE_ROWS][TOKEN_TILE];
     row_dots<FORMAT_DOWN, ROW_LANES, LANE_ROWS, TOKEN_TILE>(rows, h, assignments, item.count, sub, acc);
 #pragma unroll
@@ -181,21 +184,24 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
                  float* out,             // [T, n_out]
                  int n_out, int add, float scale) {
     __shared__ float products[MAX_SLOTS][SUM_ROWS];
-    follow_predecessor();
     Projection down = {addresses, n_pages, first_page, rows_per_page, page_factor, row_bytes};
     ActView h = {h_f32, h_values, h_scales, h_sums, n_hidden};
     int lane = threadIdx.x & 31, sub = lane % ROW_LANES, local = lane / ROW_LANES * LANE_ROWS;
     int block_first = (int)blockIdx.x * SUM_ROWS, token = blockIdx.y;
     for (int round = 0; round < top_k; round += BLOCK_WARPS) {
         int slot = round + (threadIdx.x >> 5);
-        int assignment[1] = {token * top_k + min(slot, top_k - 1)}, expert = ids[assignment[0]];
+        int assignment[1] = {token * top_k + min(slot, top_k - 1)}, expert = load_early(ids + assignment[0]);
         bool chosen = (u32)expert < (u32)n_experts;  // not so in rows of padding, of whose sum nobody reads anything
         expert = chosen ? expert : 0;
         const u8* rows[LANE_ROWS];
 #pragma unroll
         for (int r = 0; r < LANE_ROWS; r++) rows[r] = expert_row(down, expert, min(block_first + local + r, n_out - 1));
+        auto ready = [round] {
+            if (round) return;
+            follow_predecessor();
+        };
         float acc[LANE_ROWS][1];
-        row_dots<FORMAT_DOWN, ROW_LANES, LANE_ROWS, 1>(rows, h, assignment, 1, sub, acc);
+        row_dots<FORMAT_DOWN, ROW_LANES, LANE_ROWS, 1>(rows, h, assignment, 1, sub, acc, ready);
 #pragma unroll
         for (int r = 0; r < LANE_ROWS; r++) {
             int n = block_first + local + r;

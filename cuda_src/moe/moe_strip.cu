@@ -83,7 +83,6 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
                    const float* bias,         // [n_experts, n_out], or null
                    float* out,                // [T * top_k, n_out]
                    int n_out) {
-    follow_predecessor();
     extern __shared__ __align__(16) __half shared[];
     Projection down = {addresses, n_pages, first_page, rows_per_page, page_factor, row_bytes};
     int row = blockIdx.x * WARPS_N * 16 + strip_row();
@@ -92,9 +91,13 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     rows[0].ask(item_pages, down, blockIdx.y, first_row);
     rows[1].ask(item_pages, down, blockIdx.y, second_row);
     Item item;
-    if (!PICK_ITEM(item, blockIdx.y)) return;
+    if (!PICK_ITEM(item, blockIdx.y)) {
+        follow_predecessor();
+        return;
+    }
     const u8* lower = rows[0].at(down, item.expert, first_row);
     const u8* upper = rows[1].at(down, item.expert, second_row);
+    follow_predecessor();
     StripSums sums;
     auto x_row = [&](int i) { return item_assignment(items, order, item, i); };
     if (!strip_product<FORMAT_DOWN, FORMAT_DOWN>(lower, upper, hidden, n_hidden, x_row, item.count, shared, sums)) return;

@@ -96,14 +96,16 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
                   const float* bias,         // [n_experts, n_out], or null
                   float* out,                // [T * top_k, n_out]
                   int n_out) {
-    follow_predecessor();
     extern __shared__ __align__(16) __half shared[];
     Projection down = {addresses, n_pages, first_page, rows_per_page, page_factor, row_bytes};
     int first = blockIdx.x * TILE_N, mine = first + tile_weight_row();
     ItemRow weight_row;
     weight_row.ask(item_pages, down, blockIdx.y, min(mine, n_out - 1));
     Item item;
-    if (!PICK_ITEM(item, blockIdx.y)) return;
+    if (!PICK_ITEM(item, blockIdx.y)) {
+        follow_predecessor();
+        return;
+    }
     TileInput in;
     in.x = hidden;
     in.width = n_hidden;
@@ -111,8 +113,10 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
 #pragma unroll
     for (int i = 0; i < X_COPIES; i++) {
         int m = tile_x_row(i);
-        in.x_rows[i] = m < item.count ? item_assignment(items, order, item, m) : -1;
+        int a = early_assignment(items, order, item, min(m, item.count - 1));
+        in.x_rows[i] = m < item.count ? a : -1;
     }
+    follow_predecessor();
     TileSums sums;
     if (!tile_product<FORMAT_DOWN, FORMAT_DOWN>(in, shared, sums)) return;
     SumTokens<FRAGMENTS_M> tokens;

@@ -13,6 +13,9 @@
 #include "common/types.cuh"
 #include "common/warp.cuh"
 
+#ifndef CONTIGUOUS_EXPERTS
+#define CONTIGUOUS_EXPERTS 0
+#endif
 #define SORT_THREADS 1024
 #define MAX_EXPERTS 1024
 
@@ -43,9 +46,42 @@ __device__ __forceinline__ int exclusive_scan(int value, int* partial, int& tota
     return before;
 }
 
+__device__ __forceinline__ void fetch_table_ahead(const i64* addresses, const i64* item_pages, int n_pages, int n_experts) {
+    if (!CONTIGUOUS_EXPERTS && item_pages != nullptr) fetch_ahead(addresses, (i64)sizeof(i64) * n_experts * n_pages);
+}
+
+// The table's row of expert threadIdx.x: its first pages are under way while the assignments are counted.
+struct PageList {
+    static constexpr int AHEAD = 8;
+    const i64* row;  // null: no lists are wanted
+    u64 first[AHEAD];
+
+    __device__ __forceinline__ void ask(const i64* addresses, const i64* item_pages, int n_pages, int n_experts) {
+        int expert = threadIdx.x;
+        bool wanted = !CONTIGUOUS_EXPERTS && item_pages != nullptr && expert < n_experts;
+        row = wanted ? addresses + expert * n_pages : nullptr;
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            first[j] = 0;
+            if (row != nullptr && j < n_pages) first[j] = load_early(row + j);
+        }
+    }
+
+    // Into the lists of `n` items one after the other.
+    __device__ __forceinline__ void copy(i64* to, int n, int n_pages) const {
+        for (int i = 0; i < n; i++, to += n_pages) {
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) {
+                if (j < n_pages) to[j] = (i64)first[j];
+            }
+            for (int j = AHEAD; j < n_pages; j++) to[j] = row[j];
+        }
+    }
+};
+
 // From the number of assignments of expert threadIdx.x: its first place; writes its items and their pages.
 __device__ __forceinline__ int plan_expert(int count, const bool* active, int n_experts, int item_tokens, int4* items,
-                                           int* n_items, const i64* addresses, i64* item_pages, int n_pages,
+                                           int* n_items, const PageList& pages, i64* item_pages, int n_pages,
                                            int* partial) {
     int expert = threadIdx.x, n_places, n_tiles;
     int first = exclusive_scan(count, partial, n_places);
@@ -55,21 +91,7 @@ __device__ __forceinline__ int plan_expert(int count, const bool* active, int n_
     for (int i = 0; i < tiles; i++)
         items[at + i] = make_int4(expert, first + i * item_tokens, min(item_tokens, count - i * item_tokens), 0);
     if (threadIdx.x == 0) *n_items = n_tiles;
-#if !CONTIGUOUS_EXPERTS
-    if (item_pages != nullptr && tiles > 0) {
-        for (int page = 0; page < n_pages; page += 8) {
-            i64 found[8];  // under way at the same time
-#pragma unroll
-            for (int j = 0; j < 8; j++) found[j] = page + j < n_pages ? addresses[expert * n_pages + page + j] : 0;
-            for (int i = 0; i < tiles; i++) {
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    if (page + j < n_pages) item_pages[(at + i) * n_pages + page + j] = found[j];
-                }
-            }
-        }
-    }
-#endif
+    if (pages.row != nullptr) pages.copy(item_pages + at * n_pages, tiles, n_pages);
     return first;
 }
 
@@ -103,18 +125,18 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
              const i64* addresses,  // [n_experts, n_pages]
              i64* item_pages,       // [max items, n_pages], or null
              int n_pages, int n, int n_experts, int item_tokens) {
-#if !CONTIGUOUS_EXPERTS
-    if (item_pages != nullptr) fetch_ahead(addresses, (i64)sizeof(i64) * n_experts * n_pages);
-#endif
+    fetch_table_ahead(addresses, item_pages, n_pages, n_experts);
     follow_predecessor();
+    PageList pages;
+    pages.ask(addresses, item_pages, n_pages, n_experts);
     __shared__ __align__(16) u8 counts[32][MAX_EXPERTS];
     __shared__ int partial[33], first[MAX_EXPERTS];
     int expert = read_expert(ids, threadIdx.x, n, n_experts);
     int rank = count_in_warp(counts, expert, n_experts);
     int count = 0;
     for (int warp = 0; warp < (n + 31) / 32; warp++) count += counts[warp][threadIdx.x];
-    first[threadIdx.x] = plan_expert(count, active, n_experts, item_tokens, items, n_items, addresses, item_pages,
-                                     n_pages, partial);
+    first[threadIdx.x] = plan_expert(count, active, n_experts, item_tokens, items, n_items, pages, item_pages, n_pages,
+                                     partial);
     __syncthreads();
     if (expert < n_experts) order[first[expert] + rank_in_block(counts, expert, rank)] = threadIdx.x;
 }
@@ -141,17 +163,16 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
                   const i64* addresses,  // [n_experts, n_pages]
                   i64* item_pages,       // [max items, n_pages], or null
                   int n_pages, int n_blocks, int n_experts, int item_tokens) {
-#if !CONTIGUOUS_EXPERTS
-    if (item_pages != nullptr) fetch_ahead(addresses, (i64)sizeof(i64) * n_experts * n_pages);
-#endif
+    fetch_table_ahead(addresses, item_pages, n_pages, n_experts);
     follow_predecessor();
+    PageList pages;
+    pages.ask(addresses, item_pages, n_pages, n_experts);
     __shared__ int partial[33];
     int expert = threadIdx.x, count = 0;
     if (expert < n_experts) {
         for (int b = 0; b < n_blocks; b++) count += block_counts[b * n_experts + expert];
     }
-    int place = plan_expert(count, active, n_experts, item_tokens, items, n_items, addresses, item_pages, n_pages,
-                            partial);
+    int place = plan_expert(count, active, n_experts, item_tokens, items, n_items, pages, item_pages, n_pages, partial);
     if (expert < n_experts) {
         for (int b = 0; b < n_blocks; b++) {
             int here = block_counts[b * n_experts + expert];

@@ -58,3 +58,43 @@ def test_expert_kernels_read_biases_so_and_nothing_else(kernel: Kernel) -> None:
 def test_weights_that_no_kernel_brings_are_read_so() -> None:
     """Otherwise the tests above would see nothing."""
     assert "v4.u32" in "".join(past_coherence(matmul.gemv_kernel(("q4_k",), 1, 32, 2))).replace("b32", "u32")
+
+
+def before(kernel: Kernel, mark: str) -> str:
+    """The kernel's assembler text in front of the first `mark`."""
+    text = nvrtc.compile_source(kernel.path, kernel.defines, 90, kind="PTX").decode(errors="replace")
+    body = text[text.index(f".entry {kernel.name}") :]
+    assert mark in body
+    return body[: body.index(mark)]
+
+
+LISTED = [
+    moe_kernels.up_kernel("q4_k", "q4_k", 2, *moe.up_shape(2048, 2), listed=True),
+    moe_kernels.down_kernel("q6_k", 2, *moe.down_shape(768, 2), listed=True),
+    moe_kernels.up_matrix_kernel("q4_k", "q4_k", moe_kernels.up_matrix_shape(4), listed=True),
+    moe_kernels.up_matrix_kernel("q4_k", "q4_k", moe_kernels.up_matrix_shape(100), listed=True),
+    moe_kernels.down_matrix_kernel("q4_k", moe_kernels.down_matrix_shape(100), listed=True),
+]
+
+
+@pytest.mark.parametrize("kernel", LISTED, ids=lambda kernel: kernel.name)
+def test_an_item_and_its_pages_are_asked_for_together(kernel: Kernel) -> None:
+    """Left to itself, the compiler asks for the pages behind the branch that has waited for the item."""
+    ahead = before(kernel, "ld.relaxed.gpu.global.v4")
+    assert "ld.relaxed.gpu.global.u64" in ahead
+    text = nvrtc.compile_source(kernel.path, kernel.defines, 90, kind="PTX").decode(errors="replace")
+    after = text[text.index("ld.relaxed.gpu.global.v4") :]
+    assert "ld.relaxed.gpu.global.u64" not in after
+
+
+@pytest.mark.parametrize("kernel", [k for k in [*EXPERTS, *LISTED] if "down" in k.name], ids=lambda kernel: kernel.name)
+def test_what_down_reads_ahead_is_read_past_the_first_level_cache(kernel: Kernel) -> None:
+    """Where to read from, before the kernel waits for the one that makes its input; in the kernel that also sums, the
+    first weights too."""
+    ahead = before(kernel, "griddepcontrol.wait")
+    assert "ld.relaxed.gpu.global" in ahead
+    plain = re.findall(r"ld\.global[.\w]*", ahead)
+    if kernel.name == "moe_down_sum":
+        assert {name for name in plain if "nc" in name} == set()
+    else:
+        assert plain == []

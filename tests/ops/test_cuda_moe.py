@@ -90,6 +90,19 @@ def test_placement_never_changes_a_bit(layer: Layer, n: int) -> None:
     assert np.array_equal(layer.run(layer.on_host, x, ids), want)
 
 
+@pytest.mark.parametrize("n", [5, 300, 1024, 2500])
+def test_loading_buffers_are_pages_as_any_other(layer: Layer, n: int) -> None:
+    """Half of the experts in an allocation of their own, tokens as in a prefill."""
+    x, ids = tokens(n)
+    want = layer.run(layer.on_device, x, ids)
+    buffers = layer.pool.copy()
+    in_buffers = layer.on_device + (address_of(buffers) - address_of(layer.pool))
+    layer.ops.synchronize()
+    mixed = np.where(np.arange(16)[:, None] % 2 == 0, in_buffers, layer.on_device)
+    assert np.array_equal(layer.run(mixed, x, ids), want)
+    assert np.isfinite(want).all() and want.any()
+
+
 @pytest.mark.parametrize("n", [2, 4, 30, 100])
 def test_deterministic_experts_do_not_depend_on_the_batch(layer: Layer, n: int) -> None:
     if n > 4 and not layer.ops.deterministic:
