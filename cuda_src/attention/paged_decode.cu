@@ -33,7 +33,6 @@
 #define V_BLOCKS ((VALUE_DIM + 63) / 64)
 #define PAIRS (VALUE_DIM / 2)
 #define PAIRS_EACH ((GROUP * PAIRS + THREADS - 1) / THREADS)
-#define LOG2E 1.4426950408889634f
 
 // What a warp has of its pieces: per head tile the lane's two heads, 2 (lane % 4) and the next.
 struct Running {
@@ -194,17 +193,6 @@ __device__ __forceinline__ void leave_split(const Running& r, Shared& s, float* 
             }
         }
     }
-}
-
-// out = vector / sum with the sink in the denominator, times sigmoid(gate)
-__device__ __forceinline__ float2 finish_pair(const Folded& f, const float* sink, const float* gate) {
-    float low = sink ? *sink * LOG2E : NEGATIVE_INFINITY, top = fmaxf(f.maximum, low);
-    float shrink = f.sum > 0.0f ? exp2f(f.maximum - top) : 0.0f;
-    float sum = f.sum * shrink + (sink ? exp2f(low - top) : 0.0f);
-    float factor = sum > 0.0f ? shrink / sum : 0.0f;
-    float2 o = make_float2(f.vector.x * factor, f.vector.y * factor);
-    if (gate) o.x *= sigmoid(gate[0]), o.y *= sigmoid(gate[1]);
-    return o;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)

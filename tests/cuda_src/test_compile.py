@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rimuru.formats.quants import ENGINE_FORMATS
-from rimuru.ops.cuda import attention, embed, head_linear, loader, pointwise, recurrent, sampling
+from rimuru.ops.cuda import attention, embed, head_linear, latent, loader, pointwise, recurrent, sampling
 from rimuru.ops.cuda.launch import Kernel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -31,8 +31,10 @@ DECODE = [
     attention.decode_kernel(*shape).kernel
     for shape in (
         (128, 128, 8, "f16", False), (256, 256, 8, "f16", False), (64, 64, 16, "bf16", False),
-        (80, 80, 1, "f32", False), (192, 128, 5, "f16", False), (576, 512, 8, "f16", True),
+        (80, 80, 1, "f32", False), (192, 128, 5, "f16", False), (160, 96, 8, "f16", True),
     )
+] + [
+    kernel for shape in ((576, 512, 16, "f16"), (288, 256, 5, "bf16")) for kernel in latent.latent_kernels(*shape)
 ]  # fmt: skip
 PREFILL = [
     attention.prefill_kernel(*shape, attention.prefill_tile(*shape[:2]))
@@ -49,8 +51,8 @@ KERNELS = [
     *(head_linear.head_linear_kernel(fmt.name) for fmt in ENGINE_FORMATS),
 ]  # fmt: skip
 ONE_OF_EACH = [
-    pointwise.KERNELS[0], pointwise.KERNELS[3], sampling.KERNELS[0], APPEND[1], DECODE[0], PREFILL[0], RECURRENT[0],
-    RECURRENT[6], RECURRENT[10], RECURRENT[12], embed.embed_kernel("q4_k"), head_linear.head_linear_kernel("q8_0"),
+    pointwise.KERNELS[0], pointwise.KERNELS[3], sampling.KERNELS[0], APPEND[1], DECODE[0], DECODE[-4], PREFILL[0],
+    RECURRENT[0], RECURRENT[6], RECURRENT[10], RECURRENT[12], embed.embed_kernel("q4_k"), head_linear.head_linear_kernel("q8_0"),
 ]  # fmt: skip
 
 

@@ -150,6 +150,13 @@ ATTENTION = [
     attention_case("decode, 256 dims", AttentionShape([1], [35], 8, 1, 256, 256, element="f16")),
     attention_case("decode, 96 and 80 dims", AttentionShape([1], [35], 5, 1, 96, 80, element="f16")),
     attention_case("wide decode, f32", AttentionShape([1, 1], [40, 99], 6, 2)),
+    attention_case(
+        "latent decode", AttentionShape([1, 1], [300, 65], 16, 1, 160, 0, 27, value_width=128, element="f16")
+    ),
+    attention_case(
+        "latent decode, 5 heads, window, sinks, gate",
+        AttentionShape([1], [200], 10, 2, 288, 0, 16, "f16", 70, True, True, 256),
+    ),
     attention_case("wide decode, latent keys", AttentionShape([1], [40], 8, 1, 96, 0, value_width=64, element="f16")),
     attention_case("prompt", AttentionShape([30], [70], 8, 2, element="f16", page_tokens=27)),
     attention_case("prompt, 128 dims", AttentionShape([9], [80], 8, 1, 128, 128, 72, "f16")),
@@ -173,6 +180,21 @@ RECURRENT = [
 def test_attention(case: Case, ops: EmulatedFamilies) -> None:
     inputs = case.inputs()
     compare(case.run(ops, inputs), case.expected(inputs), 8e-3)  # type: ignore[arg-type]
+
+
+def test_latent_splits_are_folded_alike(ops: EmulatedFamilies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the block itself where it has a context alone, else by the second kernel: the same bits."""
+    from rimuru.ops.cuda import latent
+
+    case = next(case for case in ATTENTION if "latent decode, 5 heads" in case.name)
+    other = next(case for case in ATTENTION if case.name == "attention latent decode")
+    for chosen in (case, other):
+        inputs = chosen.inputs()
+        many = chosen.run(ops, inputs)["out"]  # type: ignore[arg-type]
+        with monkeypatch.context() as patch:
+            patch.setattr(latent, "TARGET_BLOCKS", 1)
+            alone = chosen.run(ops, inputs)["out"]  # type: ignore[arg-type]
+        assert np.array_equal(many, alone)
 
 
 LATENT_PROMPTS = [

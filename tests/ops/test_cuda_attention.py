@@ -106,10 +106,16 @@ def part(inputs: Inputs, tokens: slice, seqs: slice) -> Inputs:
     return {**inputs, "batch": rows_of(inputs["batch"], tokens, seqs), "q": inputs["q"][tokens]}
 
 
-def test_decode_does_not_depend_on_the_batch(exact_ops: Any) -> None:
+@pytest.mark.parametrize("latent", [False, True])
+def test_decode_does_not_depend_on_the_batch(exact_ops: Any, latent: bool) -> None:
     """A sequence alone (many blocks share its context) and among 150 (one block each): the same bits."""
     ops = exact_ops
-    shape = AttentionShape([1] * 150, [700 + i for i in range(150)], 8, 2, 128, 128, element="f16")
+    kind: dict[str, Any] = (
+        {"n_head_kv": 1, "key_dim": 576, "value_dim": 0, "value_width": 512}
+        if latent
+        else {"n_head_kv": 2, "key_dim": 128, "value_dim": 128}
+    )
+    shape = AttentionShape([1] * 150, [700 + i for i in range(150)], 8, element="f16", **kind)
     inputs = attention_inputs(shape, np.random.default_rng(1))
     together = run_attention(shape, ops, inputs)["out"]
     for seq in (0, 77, 149):

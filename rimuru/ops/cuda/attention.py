@@ -10,6 +10,7 @@ from rimuru.base.errors import UnsupportedModelError
 from rimuru.base.units import align_up, ceil_div
 from rimuru.memory.specs import KvGroupLayout
 from rimuru.ops.base import Act, Array, KvLayer, Step
+from rimuru.ops.cuda import latent
 from rimuru.ops.cuda.launch import Kernel
 from rimuru.ops.cuda.pointwise import ACT_SIGNATURE, act_arguments, blocks_wanted, quantise
 
@@ -37,30 +38,35 @@ _DECODE_VECTOR_BYTES = 64 * 1024
 _APPEND_WARPS = 4
 
 
-def group_heads(n_head: int, group: KvGroupLayout) -> int:
+def group_heads(n_head: int, group: KvGroupLayout, value_dim: int) -> int:
     """Query heads that one block of the decode kernel serves: as many of a KV head's as fit."""
-    limit = 16 if group.key_dim <= 256 else 8
+    limit = 16 if group.key_dim <= 256 or latent.has_latent_kernel(group, value_dim) else 8
     heads = n_head // group.n_head_kv
     return max(count for count in range(1, min(heads, limit) + 1) if heads % count == 0)
 
 
-def decode_splits(n_queries: int, grid_x: int) -> int:
+def target_blocks(group: KvGroupLayout, value_dim: int) -> int:
+    """Blocks that a decode launch aims at."""
+    return latent.TARGET_BLOCKS if latent.has_latent_kernel(group, value_dim) else TARGET_BLOCKS
+
+
+def decode_splits(n_queries: int, grid_x: int, target: int = TARGET_BLOCKS) -> int:
     """Blocks that share one context (Z of the decode kernels)."""
-    return max(1, min(MAX_SPLITS, TARGET_BLOCKS // (n_queries * grid_x)))
+    return max(1, min(MAX_SPLITS, target // (n_queries * grid_x)))
 
 
-def partial_floats(n_queries: int, n_head: int, grid_x: int, value_dim: int) -> int:
+def partial_floats(n_queries: int, n_head: int, grid_x: int, value_dim: int, target: int = TARGET_BLOCKS) -> int:
     """float32 values of scratch that a decode launch needs; 0 where one block does a whole context."""
-    if decode_splits(n_queries, grid_x) == 1:
+    if decode_splits(n_queries, grid_x, target) == 1:
         return 0
     return n_queries * n_head * MAX_SPLITS * (value_dim + 2)
 
 
 def workspace_floats(n_head: int, group: KvGroupLayout, value_dim: int, max_queries: int) -> int:
     """The most that `partial_floats` gives for up to max_queries queries."""
-    grid_x = n_head // group_heads(n_head, group)
-    most = min(max_queries, TARGET_BLOCKS // (2 * grid_x))
-    return partial_floats(max(1, most), n_head, grid_x, value_dim)
+    grid_x, target = n_head // group_heads(n_head, group, value_dim), target_blocks(group, value_dim)
+    most = min(max_queries, target // (2 * grid_x))
+    return partial_floats(max(1, most), n_head, grid_x, value_dim, target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,11 +344,18 @@ class Attention:
         out: Act,
     ) -> None:
         n_head = shape[2]
-        heads = group_heads(n_head, group)
+        heads, target = group_heads(n_head, group, value_dim), target_blocks(group, value_dim)
         grid_x = n_head // heads
-        splits = decode_splits(n_queries, grid_x)
-        n_floats = partial_floats(n_queries, n_head, grid_x, value_dim)
+        splits = decode_splits(n_queries, grid_x, target)
+        n_floats = partial_floats(n_queries, n_head, grid_x, value_dim, target)
         self.reserve(n_floats)
+        tokens = (q, step.positions, step.seq_of_token, step.query_start)
+        if latent.has_latent_kernel(group, value_dim):
+            latent.launch_latent(
+                group, value_dim, (grid_x, n_queries, splits), tokens, where, self._partials, (out.f32, *act),
+                (page_bytes, *shape), by_sequence, scale,
+            )  # fmt: skip
+            return
         wide = not self.deterministic and n_queries * grid_x <= FEW_BLOCKS
         chosen = decode_kernel(
             group.key_dim, value_dim, heads, group.element, group.value_dim == 0, unit_keys(group.n_head_kv), wide
@@ -351,8 +364,7 @@ class Attention:
             (grid_x, n_queries, splits),
             (chosen.n_threads,),
             (
-                q, step.positions, step.seq_of_token, step.query_start, *where, self._partials, self._arrivals,
-                out.f32, *act, page_bytes, *shape, by_sequence, scale,
+                *tokens, *where, self._partials, self._arrivals, out.f32, *act, page_bytes, *shape, by_sequence, scale,
             ),
             shared_bytes=chosen.shared_bytes,
         )  # fmt: skip
