@@ -71,6 +71,25 @@ def test_priorities_are_bounded(shared: Running) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
 
 
+def test_the_urgent_go_first(shared: Running) -> None:
+    """Of those that wait for the one place, the highest priority is next, whenever it came."""
+    ended: list[int] = []
+
+    def ask(priority: int) -> None:
+        assert post(shared, KEYS[0], body(20, priority=priority)).status_code == 200
+        ended.append(priority)
+
+    with ThreadPoolExecutor(4) as threads:
+        first = threads.submit(post, shared, KEYS[0], body(400))
+        shared.wait_until(lambda: len(shared.llm.loaded.engine.scheduler.running) == 1)
+        for number, priority in enumerate((-1, 0, 2)):
+            threads.submit(ask, priority)
+            shared.wait_until(lambda number=number: n_waiting(shared) == number + 1)
+        assert first.result().status_code == 200
+    assert ended == [2, 0, -1]
+    shared.wait_idle()
+
+
 def test_no_request_waits_longer_than_allowed(script_file: Path) -> None:
     """503 with Retry-After for who did not get its turn in time; who runs may take longer."""
     settings = ServerSettings(port=0, queue_timeout_s=0.2)

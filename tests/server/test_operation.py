@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
+import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -153,6 +156,38 @@ def test_killed_it_starts_again(script_file: Path, tmp_path: Path) -> None:
     with serving(script_file, tmp_path / "second", "--port", port) as server:
         assert server.url.endswith(f":{port}")
         assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+def digest_of(folder: Path) -> dict[str, str]:
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def test_killed_at_any_moment_it_leaves_its_files_whole(script_file: Path, tmp_path: Path) -> None:
+    """While it starts, loads a converted model, answers, or is told to end: nothing beside the model is changed, and
+    the next one starts and answers."""
+    folder, log = tmp_path / "models", tmp_path / "log"
+    folder.mkdir()
+    model = Path(shutil.copy(script_file, folder / "script.gguf"))
+    assert main(["convert", str(model), "-q"]) == 0
+    converted, before, rng = folder / "script.rimuru", digest_of(folder), random.Random(4)
+    command = [sys.executable, "-m", "rimuru", "serve", str(converted), "--port", "0", "--memory", "24MiB"]
+    for _ in range(5):
+        with log.open("w") as file:
+            process = subprocess.Popen(command, stderr=file, stdout=file, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        server, end = Process(process, log), time.monotonic() + rng.uniform(0.1, 2.5)
+        while time.monotonic() < end:
+            if (ready := re.search(r"ready: (http://\S+)/v1", log.read_text())) is not None and not server.url:
+                server.url = ready.group(1)
+                start_stream(server.url, 400)
+            time.sleep(0.01)
+        process.kill()
+        process.wait(10)
+        assert digest_of(folder) == before
+    with serving(converted, log, "--memory", "24MiB") as server:
+        body = {"prompt": "0", "temperature": 0, "max_tokens": 3}
+        assert httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]["text"] == "123"
+    assert digest_of(folder) == before
 
 
 def test_keys_come_from_a_file(script_file: Path, tmp_path: Path) -> None:
