@@ -38,7 +38,10 @@ REUSE_WORTH = 0.05
 QUIET_STEPS = 8
 """After so many steps in which free pages were enough, prefixes may give way to experts."""
 TARGET_STEPS = 32
-"""How often policy `cost` computes how many experts should be absent."""
+"""How often policy `cost` computes how many experts should be absent; when more come to run than there were at the
+last time, after QUIET_STEPS."""
+SURPRISES = (0.2, 8.0)
+"""Bounds of what one measurement of `_surprise` counts as."""
 
 
 class ElasticStore(Protocol):
@@ -158,6 +161,8 @@ class ExpertRoom(CompactingRoom):
         self._surprise = 1.5
         """Bytes that were read for absent experts, against those that their probabilities foretell."""
         self._n_steps = 0
+        self._target_from, self._target_for = -TARGET_STEPS, 0
+        """The step in which `target` was computed, and for how many requests."""
         self._reuse_rate = 1.0
         self._refused = -1
         """The request refused last."""
@@ -233,26 +238,32 @@ class ExpertRoom(CompactingRoom):
             self._refuse(f"request {seq_id} would need {wanted:.0f} pages, worth giving are {budget:.0f}")
         return False
 
+    def _is_target_old(self, n_wanted: int) -> bool:
+        """Whether the target is to be computed again, now that n_wanted requests run or wait."""
+        age = self._n_steps - self._target_from
+        return age >= TARGET_STEPS or (n_wanted > self._target_for and age >= QUIET_STEPS)
+
     def _set_target(self, n_running: int, n_waiting: int, n_promised_tokens: int) -> None:
         """Policy `cost`: how many experts should be absent, from what steps cost now."""
         assert self.store is not None and self.layout.expert is not None
         residency, rates = self.store.residency, self.store.rates
         n_absent = self.n_experts - residency.n_resident
-        if rates.compute_s <= 0.0 or n_running == 0:
+        if rates.n_steps == 0 or n_running == 0:
             self.target = n_absent
             return
         used = self._used_pages()
         without = self.free_pages + used - n_absent * self.pages_per_expert
         per_request = (used + n_promised_tokens * self._pages_per_token) / n_running
         order = residency.coldest_first()
-        uses = residency.use_probability(order, n_running)
         expert_s = self.expert_bytes / rates.link_bytes_per_s
-        expected_s = float(uses[~residency.resident.reshape(-1)[order]].sum()) * expert_s
+        absent = order[~residency.resident.reshape(-1)[order]]
+        expected_s = float(residency.use_probability(absent, n_running).sum()) * expert_s
         if n_absent and expected_s > 0.0:  # the coldest are never as cold as they were measured
-            self._surprise += 0.25 * (min(8.0, max(0.5, rates.link_s / expected_s)) - self._surprise)
+            lowest, most = SURPRISES
+            self._surprise += 0.25 * (min(most, max(lowest, rates.link_s / expected_s)) - self._surprise)
         self.target = offload_target(
-            uses,
-            expert_s * self._surprise,
+            residency.use_probability(order, 1),
+            expert_s,
             self.pages_per_expert,
             float(without),
             max(per_request, 1e-3),
@@ -261,6 +272,7 @@ class ExpertRoom(CompactingRoom):
             used / (used + residency.n_resident * self.pages_per_expert),
             rates.compute_s,
             rates.exposed_share,
+            self._surprise,
         )
 
     def _link_seconds(self, experts: np.ndarray, n_tokens: int) -> float:
@@ -343,8 +355,9 @@ class ExpertRoom(CompactingRoom):
         assert self.store is not None
         is_short, self._is_short = self._is_short, False
         self._reuse_rate = reuse_rate
-        if self.policy == "cost" and self._n_steps % TARGET_STEPS == 0:
+        if self.policy == "cost" and self._is_target_old(n_running + n_waiting):
             self._set_target(n_running, n_waiting, promised_tokens())
+            self._target_from, self._target_for = self._n_steps, n_running + n_waiting
         self._n_steps += 1
         if is_short:
             self._last_short = self._n_steps

@@ -24,6 +24,10 @@ from rimuru.plan import PlannedTokens, StepPlan
 from rimuru.request import Sequence
 
 Admission = Literal["optimistic", "reserve"]
+HOLD_S = 1.0
+"""Where a request would make all together slower, the first waiting one is held back no longer than this for each that
+runs, while none of them ends; then it starts all the same, if it gets pages. With few long answers running, whoever
+comes is soon let in; with many, some end before."""
 
 
 class Hit(Protocol):
@@ -58,7 +62,8 @@ class Room(Protocol):
 
     def admits(self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int) -> bool:
         """Whether a waiting request of n_tokens (its likely answer included) should start beside n_running others,
-        which will likely grow by n_promised_tokens together. It may be refused only while others run."""
+        which will likely grow by n_promised_tokens together. It may be refused only while others run, and waits no
+        longer than HOLD_S for it once it is the first."""
 
     def adjust(self, n_running: int, n_waiting: int, promised_tokens: Callable[[], int], reuse_rate: float) -> None:
         """Everything that this step needs has been asked for: use what is left. Once per step.
@@ -129,6 +134,10 @@ class Scheduler:
         """Higher priorities first, then in order of admission."""
         self.n_preemptions = 0
         self.prefill = PrefillRate()
+        self.clock: Callable[[], float] = time.perf_counter
+        """Seconds since some moment; a simulation has another time."""
+        self._held_since: float | None = None
+        """Since when nobody was admitted, because the room would have the first waiting one wait."""
         self.land: Callable[[], bool] = lambda: False
         """Takes in the tokens of the step that runs; False where none does."""
         self.mean_output_tokens = 256.0
@@ -155,7 +164,8 @@ class Scheduler:
             budget = self._continue_running(plan)
         if not plan.preempted:
             self._use_up(plan, self._admit(plan, budget))
-        self.room.adjust(len(self.running), len(self.waiting), self._promised_tokens, self.reuse_rate)
+        n_waiting = min(len(self.waiting), self.max_sequences - len(self.running))
+        self.room.adjust(len(self.running), n_waiting, self._promised_tokens, self.reuse_rate)
         self.prefill.begin(plan)
         return plan
 
@@ -270,6 +280,7 @@ class Scheduler:
                     self._fail(sequence, plan)  # it had the pool for itself
                 continue
             self.waiting.pop()
+            self._held_since = None
             if sequence.n_preemptions == 0:
                 sequence.n_reused = n_reused
                 self.reuse_rate += 0.1 * ((n_reused > 0) - self.reuse_rate)
@@ -310,7 +321,7 @@ class Scheduler:
         n_likely = wanted
         if self.admission == "optimistic":
             n_likely += self._likely_growth(sequence)
-        if self.running and not self.room.admits(seq_id, n_likely, len(self.running), self._promised_tokens()):
+        if self.running and not self._admits(seq_id, n_likely):
             return False
         while not self.cache.can_extend(seq_id, wanted):
             if not self.room.make(seq_id, wanted, len(self.running)):
@@ -319,6 +330,15 @@ class Scheduler:
             self.cache.extend(seq_id, wanted)
             self.cache.retract(seq_id)  # the pages stay with it; nothing has been written yet
         return True
+
+    def _admits(self, seq_id: int, n_tokens: int) -> bool:
+        """Whether the room lets a request start beside those that run, or has held it back for long enough."""
+        if self.room.admits(seq_id, n_tokens, len(self.running), self._promised_tokens()):
+            return True
+        now = self.clock()
+        if self._held_since is None:
+            self._held_since = now
+        return now - self._held_since >= HOLD_S * len(self.running)
 
     def _likely_growth(self, sequence: Sequence) -> int:
         """Tokens that a sequence will likely get yet."""

@@ -3,7 +3,7 @@
 `paper` is Algorithm 1. `cost` knows that an expert that is not resident is read again in every step that uses it. Reads
 that hide behind the step's compute are nearly free; beyond that each one makes the step longer for everybody. So it
 computes how many experts should be absent for the best rate of tokens of all requests together, and admits requests
-as far as these pages, and no others, hold them.
+as far as these pages, and no others, hold them. (The scheduler does not hold anybody back for long: see its HOLD_S.)
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ HIDDEN_SHARE = 0.95
 """Of a step's compute behind which copies can hide at best."""
 RATE_SLACK = 0.05
 """What a shorter step is worth: so much of the best rate."""
+GROUPS = 128
+"""Experts of like warmth are reckoned with together, in so many groups."""
+CHOICE_GROWTH, MOST_CHOICES = 1.08, 96
+"""Numbers of requests that are weighed against each other: each the next whole one that is larger by this factor; so
+many of them go beyond 2,000 requests."""
 KEEP_SHARE = 0.97
 """What the others gain by letting a request go is worth so much: it has to be run again."""
 MOST_DECODE_TOKENS = 128
@@ -56,7 +61,7 @@ def step_seconds(compute_s: float, link_s: float, exposed_share: float) -> float
 
 @numba.njit(cache=True, nogil=True, fastmath=False)
 def offload_target(
-    use_probability: np.ndarray,  # float64 [n_experts]: that a step uses each expert, the coldest expert first
+    probability: np.ndarray,  # float64 [n_experts]: that a token uses each expert, the coldest expert first
     expert_link_s: float,
     pages_per_expert: float,
     pages_without: float,  # for requests while all experts are resident; negative where they do not even fit
@@ -66,26 +71,49 @@ def offload_target(
     growing_share: float,  # of compute_s: grows with the number of requests
     compute_s: float,  # of a step of n_running requests
     exposed_share: float,
+    surprise: float,  # link time of a step of n_running requests, against what the probabilities foretell
 ) -> int:
     """How many experts should be absent: the fewest that give the best rate of tokens, within RATE_SLACK of it.
 
-    With A of them absent there are pages for n = min(n_wanted, (pages_without + A k) / pages_per_request) requests,
-    and a step takes T = step_seconds(compute, link time of the A coldest). The rate is n / T.
+    n requests need the pages of A(n) experts, and a step of theirs takes T = step_seconds(compute, link time of the
+    A(n) coldest, each used with 1 - (1 - p) ** n). The rate is n / T. It need not have one peak: few requests find
+    most of what they use resident, many of them use every absent expert in every step anyway, and share it; in between
+    it may be lower than on either side. Requests that follow a text use fewer of the cold experts than those of a
+    sum of texts, so the surprise is less, the fewer they are: it fades as n_running / n.
     """
-    n_experts = use_probability.size
-    rates = np.empty(n_experts + 1)
-    link_s = 0.0
-    for n_absent in range(n_experts + 1):
-        if n_absent:
-            link_s += use_probability[n_absent - 1] * expert_link_s
-        n = min(n_wanted, (pages_without + n_absent * pages_per_expert) / pages_per_request)
-        step_compute_s = compute_s * (1.0 + growing_share * (n / n_running - 1.0))
-        rates[n_absent] = n / step_seconds(step_compute_s, link_s, exposed_share)
-    best = rates.max()
-    for n_absent in range(n_experts):
-        if rates[n_absent] >= (1.0 - RATE_SLACK) * best:
-            return n_absent
-    return n_experts
+    n_experts = probability.size
+    n_groups = min(n_experts, GROUPS)
+    stays, ends = np.zeros(n_groups), np.empty(n_groups, np.int64)  # mean log(1 - p) of a group; where it ends
+    first = 0
+    for group in range(n_groups):
+        ends[group] = (group + 1) * n_experts // n_groups
+        for i in range(first, ends[group]):
+            stays[group] += math.log1p(-min(probability[i], 1.0 - 1e-12))
+        stays[group] /= ends[group] - first
+        first = ends[group]
+    n_wanted = min(n_wanted, math.floor((pages_without + n_experts * pages_per_expert) / pages_per_request))
+    best_rate = 0.0
+    rates, absents = np.zeros(MOST_CHOICES), np.zeros(MOST_CHOICES, np.int64)
+    n_choices, n = 0, 0.0
+    while n < n_wanted and n_choices < MOST_CHOICES:
+        n = min(math.ceil(max(1.0, n * CHOICE_GROWTH)), n_wanted)
+        n_absent = max(0, math.ceil((n * pages_per_request - pages_without) / pages_per_expert))
+        link_s, first = 0.0, 0
+        for group in range(n_groups):
+            if first >= n_absent:
+                break
+            link_s += (min(ends[group], n_absent) - first) * -math.expm1(n * stays[group])
+            first = ends[group]
+        link_s *= expert_link_s * (1.0 + (surprise - 1.0) * min(1.0, n_running / n))
+        step_compute_s = compute_s * max(0.0, 1.0 + growing_share * (n / n_running - 1.0))
+        rates[n_choices] = n / max(step_seconds(step_compute_s, link_s, exposed_share), 1e-9)
+        absents[n_choices] = n_absent
+        best_rate = max(best_rate, rates[n_choices])
+        n_choices += 1
+    for choice in range(n_choices):
+        if rates[choice] >= (1.0 - RATE_SLACK) * best_rate:
+            return absents[choice]
+    return n_experts  # not even one request fits beside any expert
 
 
 @numba.njit(cache=True, nogil=True, fastmath=False)

@@ -166,6 +166,7 @@ class Simulation:
         self.scheduler = Scheduler(
             self.cache, self.room, settings.max_step_tokens, settings.max_sequences, settings.admission
         )
+        self.scheduler.clock = lambda: self.now_s
         disk_share = 0.0
         if settings.ram_bytes is not None:
             disk_share = max(0.0, 1.0 - settings.ram_bytes / (self.experts.n_pages * self.experts.page_bytes))

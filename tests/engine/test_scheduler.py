@@ -70,6 +70,29 @@ def test_waiting_requests_start_in_order_and_priority_goes_first() -> None:
     assert ended == [urgent, *sequences]
 
 
+def test_nobody_is_held_back_for_the_others_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room wants one to run. Who is first in the queue waits a second for each that runs, unless one ends."""
+    engine = fake_engine(n_huge=8)
+    scheduler = engine.scheduler
+    monkeypatch.setattr(scheduler.room, "admits", lambda *_: False)
+    scheduler.clock = lambda: now
+    now, params = 0.0, SamplingParams(max_tokens=30, temperature=0.0)
+    sequences = [engine.add(prompt(i, 3), params) for i in range(4)]
+    running = []
+    for step in range(20):
+        now = 0.25 * step
+        engine.step()
+        running.append(len(scheduler.running))
+    assert running == [1] * 4 + [2] * 8 + [3] * 8  # at 1 s, 2 s later, and the fourth 3 s after that
+    engine.abort(sequences[0])
+    engine.step()
+    now += 3.25
+    engine.step()
+    assert len(scheduler.running) == 3 and sequences[3] in scheduler.running
+    run(engine, sequences[1:])
+    assert [s.output_ids for s in sequences[1:]] == [expected_answer(prompt(i, 3), 30) for i in range(1, 4)]
+
+
 def test_preemption_by_recompute_keeps_the_answers() -> None:
     """Eight pages of four tokens for three requests that grow to 20 tokens each: somebody has to give way."""
     engine = fake_engine(n_huge=1)

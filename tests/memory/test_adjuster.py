@@ -52,12 +52,12 @@ def test_a_forecast_of_a_step() -> None:
 
 
 def target(uses: np.ndarray, expert_s: float, without: float, wanted: float, compute_s: float = 0.015) -> int:
-    return offload_target(uses, expert_s, 3.0, without, 12.0, wanted, 30.0, 0.05, compute_s, 0.15)
+    return offload_target(uses, expert_s, 3.0, without, 12.0, wanted, 30.0, 0.05, compute_s, 0.15, 1.0)
 
 
 def test_cost_gives_what_hides_and_no_more() -> None:
     """30 requests fit beside all experts; a further one takes 12 pages, which are 4 experts."""
-    uses = np.full(1440, 0.9)
+    uses = np.full(1440, 0.9)  # by each token, so nearly always
     hidden = target(uses, 0.0003, 360.0, 1000.0)  # an expert takes 0.3 ms of the link, a step 15 ms
     assert 20 < hidden < 60
     assert target(uses, 0.003, 360.0, 1000.0) == 0  # each expert costs more than a quarter of a request brings
@@ -72,6 +72,34 @@ def test_cost_finds_the_least_where_experts_do_not_fit() -> None:
     uses = np.full(100, 0.5)
     found = target(uses, 0.0003, -150.0, 1.0)  # 50 experts more than fit, and a request of 12 pages
     assert found == 54
+
+
+def one_request_runs(n_waiting: int, surprise: float, running: int = 1, pool_experts: int = 2170) -> int:
+    """Of 6,144 experts of 7 pages; a request takes 12.6 of them. An expert takes 54 us of the link, as on the card."""
+    ranks = np.arange(6144) / 6144
+    probability = np.exp(5.0 * ranks) / np.exp(5.0 * ranks).mean() * 8 / 128
+    without = 7.0 * (pool_experts - 6144 + 12.6)
+    total = float(running + n_waiting)
+    return offload_target(probability, 54e-6, 7.0, without, 88.0, total, running, 0.006, 2.8e-3, 1.0, surprise)
+
+
+def test_the_pages_that_are_lacking_are_no_requests() -> None:
+    """A pool that takes a third of the experts and one request: a target below what is absent would admit nobody."""
+    n_absent = 6144 - 2170
+    assert one_request_runs(0, 1.0) >= n_absent
+    assert one_request_runs(95, 1.0) >= n_absent + 80 * 12
+
+
+def test_few_or_many_but_not_between() -> None:
+    """A request that follows its text misses little, a few of them at once much more; many share what they read."""
+    n_absent = 6144 - 2170
+    assert one_request_runs(7, 0.1) < n_absent + 2 * 13
+    assert one_request_runs(95, 0.1) > n_absent + 80 * 12
+    assert one_request_runs(7, 1.0) > n_absent + 4 * 12
+
+
+def test_nobody_fits() -> None:
+    assert offload_target(np.full(10, 0.5), 1e-3, 3.0, -40.0, 12.0, 4.0, 1.0, 0.05, 1e-3, 1.0, 1.0) == 10
 
 
 def test_running_requests_keep_their_pages_unless_experts_are_worth_more() -> None:
