@@ -82,6 +82,7 @@ def write_shape(path: Path, shape: ModelShape, quant: str, name: str, skew: floa
         ("general.name", "str", f"random {name}"),
     ]
     kv += [key_value(key, value) for key, value in shape.metadata().items()]
+    kv.append((f"{shape.architecture}.vocab_size", "u32", shape.n_vocab))  # no list of tokens tells it
     kv.append(("tokenizer.ggml.model", "str", "none"))
     tensors = [(info.name, info.shape, info.format, tensor_rows(info, skew)) for info in gguf.tensors.values()]
     write_gguf(path, kv, tensors)
