@@ -129,6 +129,39 @@ def test_a_chat_by_keyboard_alone(script: Running, browser: Any, width: int, hei
     page.close()
 
 
+def test_a_new_chat_forgets_the_answer_that_runs(script: Running, browser: Any) -> None:
+    """What had come of it must not be the beginning of the next conversation."""
+    page = browser.new_page()
+    sent: list[Any] = []
+    page.on("request", lambda r: sent.append(r.post_data_json) if r.method == "POST" else None)
+    # The first answer comes in part and then never ends.
+    page.add_init_script("""
+        const real = window.fetch; let first = true;
+        window.fetch = async (url, options) => {
+            if (!first || options?.method !== "POST") return real(url, options);
+            first = false;
+            const event = JSON.stringify({ choices: [{ delta: { content: "half an answer" } }] });
+            const body = new ReadableStream({ start(controller) {
+                controller.enqueue(new TextEncoder().encode("data: " + event + "\\n\\n"));
+                options.signal.addEventListener("abort", () => controller.error(new DOMException("", "AbortError")));
+            } });
+            return new Response(body);
+        };
+    """)
+    page.goto(f"{script.url}/")
+    page.fill("#question", "first")
+    page.press("#question", "Enter")
+    page.locator("#messages").get_by_text("half an answer").wait_for()
+    page.click("#reset")
+    page.locator("#send:enabled").wait_for()
+    assert page.inner_text("#messages") == ""
+    page.fill("#question", "second")
+    page.press("#question", "Enter")
+    page.locator("#messages").get_by_text("ABCDEFG").wait_for()
+    assert [request["messages"] for request in sent] == [[{"role": "user", "content": "second"}]]
+    page.close()
+
+
 def test_a_tap_tells_whose_a_cell_is(script: Running, browser: Any) -> None:
     page = browser.new_page(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
     page.goto(f"{script.url}/")

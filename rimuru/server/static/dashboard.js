@@ -3,6 +3,7 @@
 const $ = (id) => document.getElementById(id);
 const messages = [];
 let answering = null;
+let conversation = 0;  // counts those that were begun anew; what is left of an answer to an earlier one is dropped
 let shown = null;
 
 const headers = () => {
@@ -48,6 +49,7 @@ async function* events(response) {
 }
 
 async function ask(text) {
+  const mine = conversation;
   messages.push({ role: "user", content: text });
   addMessage("user", text);
   const view = addMessage("assistant", "");
@@ -82,10 +84,12 @@ async function ask(text) {
       view.box.append(rate);
     }
   } catch (error) {
-    if (error.name !== "AbortError") addMessage("error", error.message);
+    if (error.name !== "AbortError" && mine === conversation) addMessage("error", error.message);
     if (!answer) view.box.remove();
   }
-  if (answer) messages.push({ role: "assistant", content: answer }); else messages.pop();
+  if (mine === conversation) {
+    if (answer) messages.push({ role: "assistant", content: answer }); else messages.pop();
+  }
   answering = null;
   $("messages").setAttribute("aria-busy", "false");
   $("send").disabled = false;
@@ -106,6 +110,7 @@ $("question").addEventListener("keydown", (event) => {
 $("stop").addEventListener("click", () => { if (answering) answering.abort(); $("question").focus(); });
 $("reset").addEventListener("click", () => {
   if (answering) answering.abort();
+  conversation += 1;
   messages.length = 0;
   $("messages").textContent = "";
   $("question").focus();
@@ -213,7 +218,7 @@ function showNumbers(state) {
   if (memory.resident_experts.length) {
     rows.push(["Resident experts", experts.toLocaleString("en")]);
     if (state.hit_rate !== null) rows.push(["Expert hit rate", (100 * state.hit_rate).toFixed(1) + "%"]);
-    rows.push(["Expert bytes read", human(state.read_bytes)]);
+    rows.push([state.device === "cpu" ? "Expert bytes read" : "Bytes over PCIe", human(state.read_bytes)]);
   }
   rows.push(["Prompt tokens reused", state.prompt_tokens ? (100 * state.cached_tokens / state.prompt_tokens).toFixed(0) + "%" : "–"]);
   const list = $("numbers");
