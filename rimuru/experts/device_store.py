@@ -385,7 +385,7 @@ class DeviceExpertStore(ResidentSet):
             self._observe(n_tokens, int((missed * useful).sum()) // n_steps)
         counts = np.zeros(self.residency.scores.shape, np.int64)
         counts.reshape(-1)[self._cells] = heard.new_counts
-        self.residency.touch_all(counts)
+        self.residency.note_all(counts)
         if self.by_device:
             self._take_over(np.where(heard.is_known, heard.holders, -1))
 

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from rimuru.base.errors import AuditError
-from rimuru.experts.residency_jit import note_uses, smallest, warmth
+from rimuru.experts.residency_jit import note_choices, note_counts, smallest, warmth
 from rimuru.memory.specs import ExpertLayout
 
 ResidencyPolicy = Literal["auto", "hotset", "recency"]
@@ -71,17 +71,15 @@ class Residency:
             self.scores /= self._weight
             self._weight = 1.0
 
-    def touch(self, slot: int, experts: np.ndarray, counts: np.ndarray) -> None:
-        """Note that the running step uses these experts, each for `counts` tokens."""
-        note_uses(
-            self.last_used[slot], self.scores[slot], self.n_chosen[slot], experts, counts, self.step, self._weight
-        )
+    def note(self, slot: int, ids: np.ndarray) -> np.ndarray:
+        """Note what the running step's tokens choose in a layer, int32 of any shape; the experts int64 [n], ascending,
+        each once."""
+        flat = ids.reshape(-1)
+        return note_choices(self.last_used, self.scores, self.n_chosen, slot, flat, self.step, self._weight)
 
-    def touch_all(self, counts: np.ndarray) -> None:
+    def note_all(self, counts: np.ndarray) -> None:
         """Note what steps up to now have used: tokens that chose each expert, int [n_slots, width]."""
-        self.last_used[counts > 0] = self.step
-        self.scores += self._weight * counts
-        self.n_chosen += counts
+        note_counts(self.last_used, self.scores, self.n_chosen, counts, self.step, self._weight)
 
     def weights(self) -> np.ndarray:
         """Decayed counts of tokens, float64 [n_slots, width]."""

@@ -61,17 +61,49 @@ def warmth(last_used: np.ndarray, scores: np.ndarray, scale: float, by_recency: 
 
 
 @numba.njit(cache=True, nogil=True, fastmath=False)
-def note_uses(
-    last_used: np.ndarray,  # int64 [E]
-    scores: np.ndarray,  # float64 [E]
-    n_chosen: np.ndarray,  # int64 [E]
-    experts: np.ndarray,  # int [n]
-    counts: np.ndarray,  # int [n]
+def note_choices(
+    last_used: np.ndarray,  # int64 [S, E]
+    scores: np.ndarray,  # float64 [S, E]
+    n_chosen: np.ndarray,  # int64 [S, E]
+    slot: int,
+    ids: np.ndarray,  # int [n]
+    step: int,
+    weight: float,
+) -> np.ndarray:
+    """Tokens of this weight of the running step choose these experts of a layer; gives the experts, int64, ascending,
+    each once."""
+    width = last_used.shape[1]
+    counts = np.zeros(width, np.int64)
+    n_experts = 0
+    for i in range(ids.size):
+        n_experts += counts[ids[i]] == 0
+        counts[ids[i]] += 1
+    experts = np.empty(n_experts, np.int64)
+    n_experts = 0
+    for e in range(width):
+        if counts[e]:
+            experts[n_experts] = e
+            n_experts += 1
+            last_used[slot, e] = step
+            scores[slot, e] += weight * counts[e]
+            n_chosen[slot, e] += counts[e]
+    return experts
+
+
+@numba.njit(cache=True, nogil=True, fastmath=False)
+def note_counts(
+    last_used: np.ndarray,  # int64 [S, E]
+    scores: np.ndarray,  # float64 [S, E]
+    n_chosen: np.ndarray,  # int64 [S, E]
+    counts: np.ndarray,  # int [S, E]
     step: int,
     weight: float,
 ) -> None:
-    """The running step uses these experts of a layer, each for `counts` tokens of this weight."""
-    for i in range(experts.size):
-        last_used[experts[i]] = step
-        scores[experts[i]] += weight * counts[i]
-        n_chosen[experts[i]] += counts[i]
+    """So many tokens of this weight chose each expert."""
+    n_slots, width = counts.shape
+    for s in range(n_slots):
+        for e in range(width):
+            if counts[s, e]:
+                last_used[s, e] = step
+                scores[s, e] += weight * counts[s, e]
+                n_chosen[s, e] += counts[s, e]

@@ -135,10 +135,9 @@ class HostExpertStore(ResidentSet):
             self._open_waves = None
 
     def _waves(self, layer_slot: int, ids: Array) -> Generator[Wave, None, None]:
-        experts, counts = np.unique(ids, return_counts=True)
         residency, table = self.residency, self._tables[layer_slot]
+        experts = residency.note(layer_slot, ids)
         self._settle_arrived(layer_slot, experts)
-        residency.touch(layer_slot, experts, counts)
         self._clock.n_tokens = max(self._clock.n_tokens, len(ids))
         resident = residency.resident[layer_slot, experts]
         self.counters.n_asked += len(experts)

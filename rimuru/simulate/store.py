@@ -64,9 +64,8 @@ class SimulatedStore(ResidentSet):
         n_used, n_missed = is_used.sum(axis=1), is_missed.sum(axis=1)
         self.n_asked += int(n_used.sum())
         self.n_hits += int(n_used.sum() - n_missed.sum())
+        residency.note_all(counts)
         for slot in range(n_slots):
-            experts = np.flatnonzero(is_used[slot])
-            residency.touch(slot, experts, counts[slot, experts])
             used[slot], missed[slot] = n_used[slot] * self._bytes[slot], n_missed[slot] * self._bytes[slot]
             if n_missed[slot]:
                 self._fill(slot, is_used[slot], np.flatnonzero(is_missed[slot]))

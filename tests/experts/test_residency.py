@@ -23,7 +23,7 @@ def uses(residency: Residency, *steps: dict[int, list[int]], n_tokens: int = 1) 
     for step in steps:
         residency.begin_step(n_tokens)
         for slot, experts in step.items():
-            residency.touch(slot, np.array(experts), np.ones(len(experts), np.int64))
+            assert residency.note(slot, np.array(experts, np.int32)).tolist() == sorted(set(experts))
     return residency
 
 

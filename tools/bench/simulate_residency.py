@@ -57,9 +57,9 @@ def hit_rate(profile: np.ndarray, steps: list[np.ndarray], policy: str, share: f
     n_asked = n_hits = 0
     for number, counts in enumerate(steps):
         residency.begin_step(n_tokens)
+        residency.note_all(counts)
         for layer in range(n_layers):
             used = np.flatnonzero(counts[layer])
-            residency.touch(layer, used, counts[layer, used])
             resident = residency.resident[layer]
             missing = used[~resident[used]]
             if number >= len(steps) // 4:  # after warming up
