@@ -48,11 +48,12 @@ RECURRENT = [
 KERNELS = [
     *pointwise.KERNELS, *sampling.KERNELS, *APPEND, *DECODE, *PREFILL, *RECURRENT,
     *(embed.embed_kernel(fmt.name) for fmt in ENGINE_FORMATS),
-    *(head_linear.head_linear_kernel(fmt.name) for fmt in ENGINE_FORMATS),
+    *(head_linear.head_linear_kernel(fmt.name, *((8, 8), (4, 1))[i % 2]) for i, fmt in enumerate(ENGINE_FORMATS)),
 ]  # fmt: skip
 ONE_OF_EACH = [
     pointwise.KERNELS[0], pointwise.KERNELS[3], sampling.KERNELS[0], APPEND[1], DECODE[0], DECODE[-4], PREFILL[0],
-    RECURRENT[0], RECURRENT[6], RECURRENT[10], RECURRENT[12], embed.embed_kernel("q4_k"), head_linear.head_linear_kernel("q8_0"),
+    RECURRENT[0], RECURRENT[6], RECURRENT[10], RECURRENT[12],
+    embed.embed_kernel("q4_k"), head_linear.head_linear_kernel("q8_0"),
 ]  # fmt: skip
 
 

@@ -6,32 +6,42 @@ from functools import cache
 
 from rimuru.base.units import ceil_div
 from rimuru.ops.base import Act, Array, Weight
+from rimuru.ops.cuda.activations import ACT_SIGNATURE, act_arguments, blocks_wanted
 from rimuru.ops.cuda.launch import Kernel
-from rimuru.ops.cuda.pointwise import blocks_wanted, quantise
+from rimuru.ops.cuda.pointwise import quantise
 
-_THREADS, _TOKENS = 128, 8
+_THREADS, _TOKENS = 256, 8
+
+
+def row_lanes(n_in: int) -> int:
+    """Lanes that share a row. Depends on the width only, so that the order of sums does too."""
+    return 8 if n_in >= 256 else 4
 
 
 @cache
-def head_linear_kernel(format_name: str) -> Kernel:
+def head_linear_kernel(format_name: str, lanes: int = 8, tokens: int = _TOKENS) -> Kernel:
     return Kernel(
         "matmul/head_linear.cu",
         "head_linear",
-        "x: f32*, weights: u8*, out: f32*, n_tokens: i32, n_head: i32, n_in: i32, n_out: i32, rest: i32,"
-        "row_bytes: i64, factor: f32",
-        {"FORMAT": format_name},
+        f"x: f32*, weights: u8*, out: f32*, {ACT_SIGNATURE}, n_tokens: i32, n_head: i32, n_in: i32, n_out: i32,"
+        "rest: i32, row_bytes: i64, factor: f32",
+        {"FORMAT": format_name, "ROW_LANES": lanes, "TOKEN_TILE": tokens},
     )
 
 
 def head_linear(x: Array, weight: Weight, n_head: int, heads: Act, out: Act) -> None:
     """See Ops.head_linear; the scratch `heads` is not needed here."""
-    n_tokens, n_out = x.shape[0], weight.n_out // n_head
-    rest = x.shape[1] // n_head - weight.n_in
-    head_linear_kernel(weight.format.name)(
-        (ceil_div(n_out, _THREADS), n_head, ceil_div(n_tokens, _TOKENS)),
+    n_tokens, n_in, n_out = x.shape[0], weight.n_in, weight.n_out // n_head
+    rest = x.shape[1] // n_head - n_in
+    lanes, tokens = row_lanes(n_in), 1 if n_tokens == 1 else _TOKENS
+    wanted = blocks_wanted(out, n_tokens)
+    fused = wanted and rest == 0 and n_out % 32 == 0
+    act = act_arguments(out) if fused else (None, None, None)
+    head_linear_kernel(weight.format.name, lanes, tokens)(
+        (ceil_div(n_out, _THREADS // lanes), n_head, ceil_div(n_tokens, tokens)),
         (_THREADS,),
-        (x, weight.data, out.f32, n_tokens, n_head, weight.n_in, n_out, rest, weight.data.strides[0], weight.factor),
-        shared_bytes=_TOKENS * weight.n_in * 4,
+        (x, weight.data, out.f32, *act, n_tokens, n_head, n_in, n_out, rest, weight.data.strides[0], weight.factor),
+        shared_bytes=tokens * (n_in + n_in // 32 * 4) * 4,
     )
-    if blocks_wanted(out, n_tokens):
+    if wanted and not fused:
         quantise(out, n_tokens)
