@@ -123,6 +123,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "qwen3next": _EXPERTS | _DELTA | {"expert_shared_feed_forward_length": 256},
     "qwen35": _DELTA,
     "qwen35moe": _EXPERTS | _DELTA | {"expert_shared_feed_forward_length": 256},
+    "granite": _SCALES,
     "granitemoe": _EXPERTS_AS_FFN | _SCALES | {"expert_shared_feed_forward_length": 256},
     "granitehybrid": _EXPERTS_AS_FFN | _SCALES | _MAMBA2 | _ONE_ATTENTION | {"rope.scaling.finetuned": False},
     "nemotron_h": _NEMOTRON,

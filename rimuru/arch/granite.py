@@ -1,4 +1,7 @@
-"""granitemoe and granitehybrid: Granite 3 and 4 (facts sections 4.4 and 4.15)."""
+"""granite, granitemoe and granitehybrid: Granite 3 and 4 (facts sections 4.4 and 4.15).
+
+granite is granitemoe without experts: the same keys, four scales and rotation.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,13 @@ from rimuru.arch.common import Base
 from rimuru.arch.mamba import mamba2
 from rimuru.arch.spec import DenseFfnSpec, LayerSpec, ModelConfig, MoeSpec, RopeSpec, SharedExpertSpec
 
-NAMES = ("granitemoe", "granitehybrid")
-MODELS = {"granitemoe": "Granite 3 with experts", "granitehybrid": "Granite 4.0 H"}
-RUNNABLE = {"granitemoe": ("cpu", "cuda"), "granitehybrid": ("cpu", "cuda")}
+NAMES = ("granite", "granitemoe", "granitehybrid")
+MODELS = {
+    "granite": "Granite 3 (dense)",
+    "granitemoe": "Granite 3 with experts",
+    "granitehybrid": "Granite 4.0 H",
+}
+RUNNABLE = dict.fromkeys(NAMES, ("cpu", "cuda"))
 
 
 def read_config(base: Base) -> ModelConfig:

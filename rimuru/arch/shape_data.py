@@ -1,4 +1,5 @@
-"""Keys of published models (facts section 5). Context lengths and vocabularies are those of the published files."""
+"""Keys of published models (facts section 5; families without a row there: their published configuration files).
+Context lengths and vocabularies are those of the published files."""
 
 from __future__ import annotations
 
@@ -154,16 +155,58 @@ def _lfm2(layers: int, attention: tuple[int, ...]) -> ModelShape:
     return ModelShape("lfm2moe", 65536, keys | _experts(32, 4, 1792) | more, tied=True)
 
 
-def _v3() -> ModelShape:
-    routing = {
-        "expert_shared_count": 1, "leading_dense_block_count": 3, "expert_weights_norm": True,
-        "expert_weights_scale": 2.5, "expert_gating_func": 2, "expert_group_count": 8, "expert_group_used_count": 4,
+def _sigmoid(scale: float, n_dense: int, n_shared: int = 1, groups: tuple[int, int] | None = None) -> dict[str, Any]:
+    keys = {
+        "expert_shared_count": n_shared, "leading_dense_block_count": n_dense, "expert_weights_norm": True,
+        "expert_weights_scale": scale, "expert_gating_func": 2,
     }  # fmt: skip
+    return keys | ({"expert_group_count": groups[0], "expert_group_used_count": groups[1]} if groups else {})
+
+
+def _biased(arch: str, vocab: int, keys: dict[str, Any], n_dense: int) -> ModelShape:
+    """With a selection bias in all blocks that have experts."""
+    return ModelShape(arch, vocab, keys, optional=("blk.*.exp_probs_b.bias",), only=lambda index: index >= n_dense)
+
+
+def _v3() -> ModelShape:
     keys = _latent(61, 7168, 128, 18432, (128, 64, 128), 1536) | _yarn(40.0, 4096, yarn_log_multiplier=0.1)
-    return ModelShape(
-        "deepseek2", 129280, keys | _experts(256, 8, 2048) | routing, optional=("blk.*.exp_probs_b.bias",),
-        only=lambda index: index >= 3,
-    )  # fmt: skip
+    return _biased("deepseek2", 129280, keys | _experts(256, 8, 2048) | _sigmoid(2.5, 3, groups=(8, 4)), 3)
+
+
+def _kimi_k2() -> ModelShape:
+    keys = _latent(61, 7168, 64, 18432, (128, 64, 128), 1536) | _yarn(32.0, 4096, yarn_log_multiplier=0.1)
+    return _biased("deepseek2", 163840, keys | _experts(384, 8, 2048) | _sigmoid(2.827, 1), 1)
+
+
+def _ling(layers: int, embd: int, heads: int, ff: int, width: int) -> ModelShape:
+    keys = _keys(layers, embd, heads, 4, ff, context=32768, rope_base=6e5) | {"rope.dimension_count": 64}
+    return _biased("bailingmoe2", 157184, keys | _experts(256, 8, width) | _sigmoid(2.5, 1, groups=(8, 4)), 1)
+
+
+def _dots1() -> ModelShape:
+    keys = _keys(62, 4096, 32, 32, 10944, context=32768, eps=1e-5, rope_base=1e7)
+    return _biased("dots1", 152064, keys | _experts(128, 6, 1408) | _sigmoid(2.5, 1, n_shared=2), 1)
+
+
+def _minimax_m2() -> ModelShape:
+    keys = _keys(62, 3072, 48, 8, 1536, context=196608, rope_base=5e6) | {"rope.dimension_count": 64}
+    return _biased("minimax-m2", 200064, keys | _experts(256, 8, 1536) | {"expert_gating_func": 2}, 0)
+
+
+def _ernie(
+    layers: int, embd: int, heads: tuple[int, int], ff: int, experts: dict[str, Any], n_dense: int
+) -> ModelShape:
+    keys = _keys(layers, embd, *heads, ff, eps=1e-5, rope_base=5e5) | experts
+    more = {"leading_dense_block_count": n_dense, "interleave_moe_layer_step": 1}
+    return _biased("ernie4_5-moe", 103424, keys | more, n_dense)
+
+
+def _granite3(layers: int, embd: int, heads: int, head_dim: int, ff: int, logit_scale: float, n: int = 0) -> ModelShape:
+    keys = _keys(layers, embd, heads, 8, ff, head_dim, 131072, rope_base=1e7)
+    scales = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 1 / head_dim}
+    keys |= scales | {"logit_scale": logit_scale}
+    experts = {"expert_count": n, "expert_used_count": 8} if n else {}
+    return ModelShape("granitemoe" if n else "granite", 49155, keys | experts, tied=True)
 
 
 def _v2(lite: bool) -> ModelShape:
@@ -230,12 +273,28 @@ SHAPES: dict[str, ModelShape] = {
     "deepseek-v2-lite": _v2(lite=True),
     "deepseek-v2": _v2(lite=False),
     "deepseek-v3": _v3(),
+    "kimi-k2": _kimi_k2(),
     "glm-4.7-flash": _glm_flash(),
     "glm-4.5-air": _glm(46, 4096, 128, 1408, (1, 10944), 1.0, qk_norm=False),
     "glm-4.5": _glm(92, 5120, 160, 1536, (3, 12288), 2.5, qk_norm=True),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "lfm2-8b-a1b": _lfm2(24, (2, 6, 10, 14, 18, 21)),
+    "ling-mini-2.0": _ling(20, 2048, 16, 5120, 512),
+    "ling-flash-2.0": _ling(32, 4096, 32, 9216, 1024),
+    "minimax-m2": _minimax_m2(),
+    "dots.llm1": _dots1(),
+    "hunyuan-a13b": ModelShape(
+        "hunyuan-moe",
+        128167,
+        _keys(32, 4096, 32, 8, 3072, context=32768, eps=1e-5, rope_base=1e4) | _experts(64, 8, 3072, 3072),
+        tied=True,
+    ),
+    "ernie-4.5-21b-a3b": _ernie(28, 2560, (20, 4), 12288, _experts(64, 6, 1536, 3072), 1),
+    "ernie-4.5-300b-a47b": _ernie(54, 8192, (64, 8), 28672, _experts(64, 8, 3584), 3),
+    "granite-3.1-3b-a800m": _granite3(32, 1536, 24, 64, 512, 6.0, 40),
+    "granite-3.3-8b": _granite3(40, 4096, 32, 128, 12800, 16.0),
+    "phi-4": ModelShape("phi3", 100352, _keys(40, 5120, 40, 10, 17920, context=16384, eps=1e-5, rope_base=2.5e5)),
     "gemma3-1b": _gemma3(26, 1152, (4, 1), 6912, 256, 512),
     "gemma3-4b": _gemma3(34, 2560, (8, 4), 10240, 256, 1024),
     "gemma3-12b": _gemma3(48, 3840, (16, 8), 15360, 256, 1024),

@@ -25,6 +25,7 @@ FACTS_ARCHITECTURES = {
     "qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "qwen35", "granitehybrid", "nemotron_h", "nemotron_h_moe",
     "jamba", "llama", "olmoe", "deepseek2", "gpt-oss", "glm4moe", "lfm2", "lfm2moe", "deepseek4", "qwen2", "qwen3",
     "gemma3", "granitemoe", "bailingmoe2", "minimax-m2", "hunyuan-moe", "dots1", "ernie4_5-moe", "phi3",
+    "granite",  # granitemoe without experts
 }  # fmt: skip
 QWEN3MOE: dict[str, Any] = {
     "block_count": 3, "context_length": 512, "embedding_length": 64, "feed_forward_length": 96,
