@@ -11,8 +11,7 @@ from tools.bench.state_drift import measure
 
 @pytest.mark.parametrize("arch", ["qwen35moe", "granitehybrid", "jamba"])
 def test_states_do_not_drift(arch: str, tmp_path: Path) -> None:
-    """Rounding is forgotten as the states fade: errors stay near the square of float32's rounding, 6e-8. (Where an
-    answer repeats one token, roundings repeat too and add up, and stop growing at a relative error of 1e-5.)"""
+    """Rounding is forgotten as the states fade: errors stay near the square of float32's rounding, 6e-8."""
     result = measure(arch, 300, tmp_path)
     assert len(result["state_error_by_layer"]) == 3
-    assert result["state_error_max"] < 1e-10 and result["logit_error_max"] < 1e-10
+    assert result["state_error_max"] < 1e-11 and result["logit_error_max"] < 1e-10
