@@ -22,6 +22,13 @@ class QueueTimeoutError(RimuruError):
     code = "queue_timeout"
 
 
+class ServerBusyError(RimuruError):
+    """More is coming in at once than the server can hold."""
+
+    http_status = 503
+    code = "server_busy"
+
+
 class ShuttingDownError(RimuruError):
     """The server is ending and takes no new requests."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
@@ -21,10 +21,9 @@ from rimuru.base.errors import BadInputError, NotEnoughMemoryError, RimuruError
 from rimuru.base.units import parse_bytes
 from rimuru.server import openai_schema as schema
 from rimuru.server.arrivals import Arrivals
+from rimuru.server.bodies import Bodies
 from rimuru.server.dashboard import STATIC, ChangeLog, memory_report, snapshot
 from rimuru.server.errors import (
-    BodyTimeoutError,
-    BodyTooLargeError,
     FieldError,
     NotFoundError,
     NotSupportedError,
@@ -78,30 +77,12 @@ class Service:
         self.created = int(time.time())
         self._large = CapacityLimiter(2)
         self._arrivals = Arrivals()
+        self.bodies = Bodies(settings)
 
     async def read(self, request: Request, model: type[Model]) -> Model:
         """The request's JSON body, checked."""
-        return await self.work(request, _parse, await self._receive(request), model)
-
-    async def _receive(self, request: Request) -> bytes:
-        """The request's body. The limits on size and time hold before anything is parsed."""
-        limit, body = self.settings.max_body_bytes, bytearray()
-        declared = request.headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > limit:
-            raise BodyTooLargeError(f"the body has {declared} bytes, the limit is {limit}")
-
-        async def receive() -> None:
-            async for chunk in request.stream():
-                body.extend(chunk)
-                if len(body) > limit:
-                    raise BodyTooLargeError(f"the body has more than {limit} bytes")
-
-        try:
-            await asyncio.wait_for(receive(), self.settings.body_timeout_s)
-        except asyncio.TimeoutError:
-            raise BodyTimeoutError(f"the body did not come within {self.settings.body_timeout_s:g} seconds") from None
-        request.state.n_body_bytes = len(body)
-        return bytes(body)
+        async with self.bodies.of(request) as data:
+            return await self.work(request, _parse, data, model)
 
     async def work(self, request: Request, function: Callable[..., Result], *args: Any) -> Result:
         """Run a function in a worker thread. Few large requests are worked on at once: each may take seconds and
@@ -119,8 +100,9 @@ class Service:
     ) -> Response:
         """Run a job and reply as the body asks, streamed or whole. A client's jobs go to the engine in the order in
         which their bodies came; only large ones, which take longer to prepare, may be passed by small ones."""
-        data = await self._receive(request)
-        with self._arrivals.place(request.state.client, _is_large(request)) as place:
+        async with AsyncExitStack() as held:
+            data = await held.enter_async_context(self.bodies.of(request))
+            place = held.enter_context(self._arrivals.place(request.state.client, _is_large(request)))
             body = await self.work(request, _parse, data, model)
             prepared = await self.work(request, prepare, body)
             reply = self._reply(request, body, prepared, prefix, new_writer(body))

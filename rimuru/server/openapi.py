@@ -24,7 +24,7 @@ _WHAT = {
     413: "The body is too large",
     429: "Too many answers are waiting",
     500: "A fault of the server",
-    503: "Too little memory, no turn in time, or the server is ending",
+    503: "Too little memory, too much coming in, no turn in time, or the server is ending",
     504: "The request took longer than it, or the server, allows",
 }
 _EVENT = {
@@ -32,7 +32,7 @@ _EVENT = {
     "properties": {"data": {"type": "string", "description": "One of OpenAI's chunks as JSON; the last is [DONE]"}},
     "required": ["data"],
 }
-_ALWAYS, _BODY, _ANSWER = (401, 403, 500), (400, 408, 413), (429, 503, 504)
+_ALWAYS, _BODY, _ANSWER = (401, 403, 500), (400, 408, 413, 503), (429, 504)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ ROUTES = {
     "/health": Told(replies.HealthReply),
     "/metrics": Told(None, (503,)),
     "/v1/memory": Told(replies.MemoryReply, (503,)),
-    "/v1/memory/resize": Told(replies.MemoryReply, (*_BODY, 503)),
+    "/v1/memory/resize": Told(replies.MemoryReply, _BODY),
     "/v1/dashboard": Told(replies.DashboardReply, (503,)),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -265,6 +266,28 @@ def test_large_bodies_are_refused(strict: Running) -> None:
 
     error_of(strict.http.post("/v1/completions", content=chunks()), 413)
     assert strict.post("/v1/completions", {"prompt": "x" * 100, "max_tokens": 1}).status_code == 200
+
+
+def test_all_bodies_together_are_bounded(script: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bodies on their way in are held in memory: beyond what all may take, the next is told to come again."""
+    bodies = script.app.state.service.bodies
+    monkeypatch.setattr(bodies, "most_held_bytes", 200_000)
+    host, port = script.url.removeprefix("http://").split(":")
+    slow = []
+    for _ in range(2):  # the rest of these never comes
+        connection = socket.create_connection((host, int(port)), timeout=30)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100000\r\n\r\n"
+        connection.sendall(head.encode() + b" " * 90_000)
+        slow.append(connection)
+    script.wait_until(lambda: bodies.held_bytes == 180_000)
+    refused = script.post("/v1/completions", {**DIGITS, "user": " " * 50_000})
+    assert error_of(refused, 503)["code"] == "server_busy" and refused.headers["retry-after"]
+    assert script.post("/v1/completions", {**DIGITS, "max_tokens": 1}).status_code == 200
+    for connection in slow:
+        connection.close()
+    script.wait_until(lambda: bodies.held_bytes == 0)
+    assert script.post("/v1/completions", {**DIGITS, "user": " " * 50_000, "max_tokens": 1}).status_code == 200
+    assert bodies.held_bytes == 0
 
 
 # ---- doors
