@@ -308,13 +308,13 @@ def host_rows(ops: Ops, cases: list[Case], seconds: float) -> list[dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--filter", default="", help="only cases whose name holds this text")
+    parser.add_argument("--filter", default="", help="only cases whose name holds this text; several: a|b")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seconds", type=float, default=0.5, help="time for each case")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     ops: Any = create(options.device, options.threads)
-    chosen = [case for case in timed.cases() if options.filter in case.name]
+    chosen = [case for case in timed.cases() if any(text in case.name for text in options.filter.split("|"))]
     if options.device == "cpu":
         result: dict[str, Any] = {"cases": host_rows(ops, chosen, options.seconds)}
     else:
