@@ -296,7 +296,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="number of steps; default: what fits in --seconds")
     parser.add_argument("--stop-at", type=int, default=1 << 60, help="stop after this step, to go on later")
     parser.add_argument("--dense", action="store_true", help="the dense model of the same active size")
-    parser.add_argument("--rows", type=int, default=128, help="sequences of a batch")
+    parser.add_argument("--rows", type=int, default=96, help="sequences of a batch")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--shape", default="", help="sizes other than the demo's, as JSON")
