@@ -29,6 +29,8 @@ def markdown(results: list[dict[str, Any]]) -> Iterator[str]:
         rows = [*found.values(), *(row for key, row in refused.items() if key not in found)]
         yield from _table(routing, sorted(rows, key=lambda row: -parse_bytes(row["memory"])))
         yield from _best(rows)
+    if not by_routing:
+        yield from (f"{' '.join(key).strip()}: {row.get('error')}" for key, row in refused.items())
     notes = dict.fromkeys(note for result in results for note in result.get("left_out", []))
     yield from (f"Left out: {note}." for note in notes)
 
