@@ -75,7 +75,7 @@ def read_config(gguf: Gguf, context: int | None = None) -> ModelConfig:
 def require_runnable(config: ModelConfig, backend: str | None = None) -> None:
     """Raise UnsupportedModelError, with the list of those that run, unless the backend can run the model."""
     if not can_run(config.architecture, backend):
-        where = "" if backend is None else f" on {backend}"
+        where = f" on {backend}" if can_run(config.architecture) else ""
         raise UnsupportedModelError(
             f"models of architecture {config.architecture} can be inspected, but not run{where} yet; "
             f"runnable: {', '.join(runnable_architectures(backend))}"

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from tqdm import tqdm
 
-from rimuru.arch.registry import read_config
+from rimuru.arch.registry import read_config, require_runnable
 from rimuru.arch.tensors import check_tensors
 from rimuru.base.errors import BadInputError
 from rimuru.commands.common import note
@@ -45,6 +45,7 @@ def convert(args: argparse.Namespace) -> int:
     """Write the blob beside the model (or to -o) and say where."""
     with open_gguf(args.model) as gguf:
         config = read_config(gguf)
+        require_runnable(config)
         check_formats(gguf.tensors)
         check_tensors(config, gguf)
         layout = plan_layout(config, gguf.tensors, 4).expert

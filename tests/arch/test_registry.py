@@ -18,8 +18,10 @@ from rimuru.arch.shapes import ShapeGguf, describe, key_values, shape_gguf, tens
 from rimuru.arch.spec import AttentionSpec, ModelConfig, MoeSpec
 from rimuru.arch.tensors import check_tensors, expert_tensors, model_tensors
 from rimuru.base.errors import FileFormatError, UnsupportedModelError
+from rimuru.cli import main
 from rimuru.formats.gguf import TensorInfo
 from rimuru.formats.quants import BY_NAME
+from rimuru.formats.writer import write_gguf
 
 FACTS_ARCHITECTURES = {
     "qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "qwen35", "granitehybrid", "nemotron_h", "nemotron_h_moe",
@@ -235,6 +237,29 @@ def test_deepseek4_is_described() -> None:
     assert shapes["blk.0.hc_attn_fn.weight"] == (1024, 24)
     assert gguf.tensors["blk.1.ffn_gate_tid2eid.weight"].format.name == "i32"
     assert "blk.2.exp_probs_b.bias" in shapes and "blk.1.exp_probs_b.bias" not in shapes
+
+
+@pytest.mark.parametrize("command", ["run", "bench", "perplexity", "convert"])
+def test_deepseek4_files_are_refused_in_one_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ModelShape("deepseek4", 300, DEEPSEEK4)
+    gguf, _ = describe(shape, "q8_0", "v4")
+    kinds = {bool: "bool", int: "u32", float: "f32"}
+    kv: list[Any] = [("general.architecture", "str", "deepseek4"), ("tokenizer.ggml.model", "str", "none")]
+    for key, value in shape.metadata().items():
+        kv.append((key, "arr", ("i32", value)) if isinstance(value, list) else (key, kinds[type(value)], value))
+    tensors = [(t.name, t.shape, t.format, np.zeros(t.n_bytes, np.uint8)) for t in gguf.tensors.values()]
+    path = tmp_path / "v4.gguf"
+    write_gguf(path, kv, tensors)
+    text = tmp_path / "text.txt"
+    text.write_text("hello")
+    more = {"run": ["-p", "hi"], "perplexity": ["-f", str(text)]}.get(command, [])
+    assert main([command, str(path), *more]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rimuru: models of architecture deepseek4 can be inspected, but not run yet; runnable: ")
+    assert error.count("\n") == 1
+    assert main(["inspect", str(path)]) == 0
 
 
 def test_yarn_scale_of_latent_attention() -> None:
