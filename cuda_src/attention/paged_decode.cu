@@ -20,6 +20,7 @@
 #include "attention/merge.cuh"
 #include "attention/tile_mma.cuh"
 #include "common/act_store.cuh"
+#include "common/arrive.cuh"
 #include "common/follow.cuh"
 #include "common/math.cuh"
 #include "common/paged.cuh"
@@ -31,6 +32,8 @@
 #define HEAD_TILES ((GROUP + 7) / 8)
 #define K_BLOCKS ((KEY_DIM + 31) / 32)
 #define V_BLOCKS ((VALUE_DIM + 63) / 64)
+// Where a block has its multiprocessor alone, the next piece's rows come while one is worked on.
+#define DEEP (MIN_BLOCKS == 1 && KEY_DIM <= 128 && VALUE_DIM <= 128 && GROUP <= 8)
 #define PAIRS (VALUE_DIM / 2)
 #define PAIRS_EACH ((GROUP * PAIRS + THREADS - 1) / THREADS)
 
@@ -147,30 +150,54 @@ __device__ __forceinline__ PieceRows find_piece(const KvView& kv, int seq, int h
     return rows;
 }
 
-// All pieces of a warp in [from, to); keys before `begin` are not visible. `rows`: of the warp's first piece.
+// The rows of a piece; values of wide heads come after the scores, since both do not fit in registers.
+struct KeyValues {
+    uint4 k[K_BLOCKS][2], v[V_BLOCKS][4];
+    bool seen[2];  // the lane's keys
+};
+
+__device__ __forceinline__ void load_piece(KeyValues& p, const PieceRows& rows) {
+    int lane = threadIdx.x & 31;
+    const char* keys[2] = {lane_pointer(rows.key, lane / 4), lane_pointer(rows.key, lane / 4 + 8)};
+#pragma unroll
+    for (int b = 0; b < K_BLOCKS; b++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int dim = b * 32 + lane % 4 * 8;
+            p.k[b][i] = load16(keys[i], dim * 2, dim < KEY_DIM);
+        }
+    if (KEY_DIM <= 128) load_values(p.v, rows.value);
+    p.seen[0] = keys[0] != nullptr, p.seen[1] = keys[1] != nullptr;
+}
+
+// All pieces of a warp in [from, to); keys before `begin` are not visible. `rows`: of the warp's first piece; where DEEP
+// `next`: of its second.
 __device__ __forceinline__ void take_split(Running& r, const u32 (&q)[HEAD_TILES][K_BLOCKS][4], const KvView& kv, int seq, int head,
-                                           int from, int to, int begin, PieceRows rows) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    for (int first = from + warp * PIECE; first < to; first += WARPS * PIECE) {
-        uint4 k[K_BLOCKS][2], v[V_BLOCKS][4];
-        const char* k_rows[2] = {lane_pointer(rows.key, lane / 4), lane_pointer(rows.key, lane / 4 + 8)};
-#pragma unroll
-        for (int b = 0; b < K_BLOCKS; b++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                int dim = b * 32 + lane % 4 * 8;
-                k[b][i] = load16(k_rows[i], dim * 2, dim < KEY_DIM);
-            }
-        // Wide heads: values come after the scores, since both do not fit in registers.
-        const char* values = rows.value;
-        if (KEY_DIM <= 128) load_values(v, values);
-        bool seen0 = k_rows[0] != nullptr, seen1 = k_rows[1] != nullptr;
-        if (first + WARPS * PIECE < to) rows = find_piece(kv, seq, head, first + WARPS * PIECE, begin, to);
-        u32 p[HEAD_TILES][2];
-        weigh(r, q, k, seen0, seen1, p);
-        if (KEY_DIM > 128) load_values(v, values);
-        gather(r, p, v);
+                                           int from, int to, int begin, PieceRows rows, PieceRows next) {
+    const int step = WARPS * PIECE;
+    u32 p[HEAD_TILES][2];
+#if DEEP
+    int first = from + (threadIdx.x >> 5) * PIECE;
+    KeyValues now, ahead;
+    if (first < to) load_piece(now, rows);
+    for (; first < to; first += step) {
+        if (first + step < to) load_piece(ahead, next);
+        if (first + 2 * step < to) next = find_piece(kv, seq, head, first + 2 * step, begin, to);
+        weigh(r, q, now.k, now.seen[0], now.seen[1], p);
+        gather(r, p, now.v);
+        now = ahead;
     }
+#else
+    for (int first = from + (threadIdx.x >> 5) * PIECE; first < to; first += step) {
+        KeyValues now;
+        load_piece(now, rows);
+        const char* values = rows.value;
+        if (first + step < to) rows = find_piece(kv, seq, head, first + step, begin, to);
+        weigh(r, q, now.k, now.seen[0], now.seen[1], p);
+        if (KEY_DIM > 128) load_values(now.v, values);
+        gather(r, p, now.v);
+    }
+#endif
 }
 
 // The warp's part of a split to shared memory: maxima, sums, vectors [WARPS][GROUP][VALUE_DIM].
@@ -233,7 +260,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     float* part = partials + ((long long)blockIdx.y * n_head + first_head) * MAX_SPLITS * (VALUE_DIM + 2);
     // The page table is asked first: its answer and the queries come together.
     int first_key = aligned + blockIdx.z * split_keys;
-    PieceRows rows = find_piece(kv, seq, kv_head, first_key + (threadIdx.x >> 5) * PIECE, begin, min(end, first_key + split_keys));
+    int first_end = min(end, first_key + split_keys), first_piece = first_key + (threadIdx.x >> 5) * PIECE;
+    PieceRows rows = find_piece(kv, seq, kv_head, first_piece, begin, first_end);
+    PieceRows next = DEEP ? find_piece(kv, seq, kv_head, first_piece + WARPS * PIECE, begin, first_end) : rows;
     u32 query_parts[HEAD_TILES][K_BLOCKS][4];
     if (n_splits > 0) load_queries(query_parts, queries, q_stride, scale * LOG2E);
     Folded folded[PAIRS_EACH];
@@ -250,8 +279,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (int i = 0; i < V_BLOCKS * 4; i++)
                 r.vector[t][i][0] = r.vector[t][i][1] = r.vector[t][i][2] = r.vector[t][i][3] = 0.0f;
         }
-        if (split != (int)blockIdx.z) rows = find_piece(kv, seq, kv_head, from + (threadIdx.x >> 5) * PIECE, begin, to);
-        take_split(r, query_parts, kv, seq, kv_head, from, to, begin, rows);
+        if (split != (int)blockIdx.z) {
+            int piece = from + (threadIdx.x >> 5) * PIECE;
+            rows = find_piece(kv, seq, kv_head, piece, begin, to);
+            if (DEEP) next = find_piece(kv, seq, kv_head, piece + WARPS * PIECE, begin, to);
+        }
+        take_split(r, query_parts, kv, seq, kv_head, from, to, begin, rows, next);
         leave_split(r, s, vectors);
         __syncthreads();
 #pragma unroll
@@ -273,13 +306,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         __syncthreads();
     }
     if (!alone) {
-        __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0)
-            s.is_last = atomicInc(arrivals + blockIdx.y * gridDim.x + blockIdx.x, n_active - 1) == (unsigned)n_active - 1;
-        __syncthreads();
-        if (!s.is_last) return;
-        __threadfence();
+        if (!arrives_last(arrivals + blockIdx.y * gridDim.x + blockIdx.x, n_active, &s.is_last)) return;
     }
     int width = n_head * VALUE_DIM, first = first_head * VALUE_DIM;
 #pragma unroll

@@ -16,6 +16,7 @@
 #include "attention/element.cuh"
 #include "attention/merge.cuh"
 #include "common/act_store.cuh"
+#include "common/arrive.cuh"
 #include "common/async_copy.cuh"
 #include "common/follow.cuh"
 #include "common/math.cuh"
@@ -271,13 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         __syncthreads();
     }
     if (!single) {
-        __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0)
-            s.is_last = atomicInc(arrivals + blockIdx.y * gridDim.x + blockIdx.x, gridDim.z - 1) == gridDim.z - 1;
-        __syncthreads();
-        if (!s.is_last) return;
-        __threadfence();
+        if (!arrives_last(arrivals + blockIdx.y * gridDim.x + blockIdx.x, gridDim.z, &s.is_last)) return;
     }
 #pragma unroll
     for (int i = 0; i < HEADS_EACH; i++) {

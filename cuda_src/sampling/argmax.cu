@@ -5,6 +5,7 @@
 //
 // Bytes moved: argmax reads the logits once.
 
+#include "common/arrive.cuh"
 #include "common/follow.cuh"
 #include "sampling/keys.cuh"
 
@@ -48,20 +49,14 @@ extern "C" __global__ void argmax(const float* logits,  // [R, n_vocab]
                                   int n_vocab) {
     follow_predecessor();
     __shared__ u64 partial[32];
-    __shared__ bool is_last;
+    __shared__ int is_last;
     int row = blockIdx.y, parts = gridDim.x;
     const float* l = logits + (long long)row * n_vocab;
     u64 top = 0;
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n_vocab; i += parts * blockDim.x) top = max(top, rank_of(l[i], i));
     top = block_max(top, partial);
-    if (threadIdx.x == 0) {
-        best[row * parts + blockIdx.x] = top;
-        __threadfence();
-        is_last = atomicInc(arrivals + row, parts - 1) == parts - 1;
-    }
-    __syncthreads();
-    if (!is_last) return;
-    __threadfence();
+    if (threadIdx.x == 0) best[row * parts + blockIdx.x] = top;
+    if (!arrives_last(arrivals + row, parts, &is_last)) return;
     top = 0;
     for (int i = threadIdx.x; i < parts; i += blockDim.x) top = max(top, __ldcg(best + row * parts + i));
     top = block_max(top, partial);

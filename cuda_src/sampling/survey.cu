@@ -9,6 +9,7 @@
 
 #define THREADS 256
 #define MAX_PARTS 64
+#include "common/arrive.cuh"
 #include "common/follow.cuh"
 #include "sampling/rows.cuh"
 
@@ -23,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
            int n_vocab) {
     follow_predecessor();
     __shared__ u64 warps[WARPS], of_parts[MAX_PARTS];
-    __shared__ bool is_last;
+    __shared__ int is_last;
     int part = blockIdx.x, row = blockIdx.y, parts = gridDim.x;
     Filters filters(parameters + row * 4, top_k[row], n_vocab);
     if (filters.temperature == 0.0f) return;  // argmax has chosen
@@ -47,14 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     u64 sum = 0;
     for_each(l, mine.begin + threadIdx.x, THREADS, mine.end, [&](int i, float v) { sum += weight(i, v); });
     sum = block_sum(sum, warps);
-    if (threadIdx.x == 0) {
-        to[0] = sum;
-        __threadfence();
-        is_last = atomicInc(arrivals + row, parts - 1) == parts - 1;
-    }
-    __syncthreads();
-    if (!is_last) return;
-    __threadfence();
+    if (threadIdx.x == 0) to[0] = sum;
+    if (!arrives_last(arrivals + row, parts, &is_last)) return;
     if (threadIdx.x < parts) of_parts[threadIdx.x] = __ldcg(sums + (row * parts + threadIdx.x) * 3);
     __syncthreads();
     u64 total = 0, before = 0;
