@@ -17,7 +17,6 @@ MAX_SEQUENCES = 4096
 
 IDLE_SWITCHES = {
     "prediction": "engines bring no expert before a router has chosen it",
-    "cpu_experts": "no expert is computed on the CPU for a GPU",
 }
 """Switches that turn off what only `simulate`, or nothing yet, does; and why."""
 
@@ -28,6 +27,7 @@ class EngineConfig:
 
     `resident_experts`: a whole number of experts, or a fraction in [0, 1] of all of them; fixes the expert cache.
     `swap`: host memory for requests that give way to others; on the CPU none unless given (it comes on top of memory).
+    `cpu_experts`: missed experts may be computed on the CPU, a share that is found by timing steps (CUDA).
     `max_step_tokens`: token budget of a step; `max_sequences`: how many requests run at once at most.
     """
 
@@ -51,7 +51,7 @@ class EngineConfig:
     prediction: bool = True
     fill_on_read: bool = True
     in_place: bool = True
-    cpu_experts: bool = True
+    cpu_experts: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in (

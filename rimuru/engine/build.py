@@ -45,6 +45,7 @@ from rimuru.engine.stores import (
     ExpertStore,
     LateStore,
     StoreParts,
+    cpu_share,
     expert_ram_bytes,
     may_read_in_place,
     needs_disk,
@@ -256,6 +257,9 @@ class _Builder:
         wait_for_kernels = ops.prepare(runner.all_rows, rehearsal_batches(resolved.max_step_tokens, sizes, layout))
         self._fill_store()
         wait_for_kernels(lambda done, total: self.progress("kernels", done, total))
+        shared = cpu_share(self.store, self.model_config, self.config, resolved.device, resolved.threads)
+        if shared is not None:
+            reader_stand_in.cpu_experts, runner.lends = shared, shared.begin_step
         tokenizer = Tokenizer.from_kv(self.gguf.kv, str(self.gguf.path))
         scheduler = Scheduler(cache, room, resolved.max_step_tokens, resolved.max_sequences)
         engine = Engine(

@@ -26,11 +26,14 @@ class Runner:
         watches its experts; captured steps do or do not. may_replay: layers need nothing of the host meanwhile."""
         self.model, self.ops, self.sampled_ids = model, ops, sampled_ids
         self.is_watched, self.may_replay = is_watched, may_replay
+        self.lends: Callable[[int], bool] = lambda n_tokens: False
+        """lends(n_tokens): a step of so many tokens starts; whether others compute a part of it, layer by layer."""
 
     def run(self, batch: Batch) -> Array:
         """float32 [R, n_vocab] for Batch.logit_rows, R at most the model's max_logit_rows; None where R is 0."""
         n_rows = len(batch.logit_rows)
-        if self.may_replay and batch.is_decode and n_rows == batch.n_seqs:
+        replays = not self.lends(batch.n_tokens) and self.may_replay
+        if replays and batch.is_decode and n_rows == batch.n_seqs:
             return self.ops.run_decode(batch, self.all_rows if self.is_watched() else self.all_rows_unwatched)[:n_rows]
         step = self.ops.stage(batch)
         self.ops.take_tokens(step.token_ids, self.sampled_ids)
@@ -51,6 +54,7 @@ class Runner:
 
     def run_scored(self, batch: Batch) -> Iterator[np.ndarray]:
         """float32 [r, n_vocab] host arrays that together hold the logits of Batch.logit_rows, in order."""
+        self.lends(0)  # scores depend on nothing but the model
         step = self.ops.stage(batch)
         self.model.hidden(step)
         n_rows, most = len(batch.logit_rows), self.model.max_logit_rows

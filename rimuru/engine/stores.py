@@ -13,11 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import rimuru.ops as backends
 from rimuru.arch.spec import ModelConfig, MoeSpec
 from rimuru.config import EngineConfig
 from rimuru.engine.resolve import buffer_experts, ram_bytes, snapshot_ram_bytes, swap_ram_bytes
 from rimuru.engine.room import ExpertRoom
-from rimuru.experts.device_store import DeviceExpertStore, home_bytes
+from rimuru.experts.cpu_experts import CpuExperts
+from rimuru.experts.device_places import home_bytes
+from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.host_arena import BLOCK_BYTES, PinningError
 from rimuru.experts.source import ExpertSource
 from rimuru.experts.store import HostExpertStore
@@ -25,7 +28,7 @@ from rimuru.experts.tiered_store import TieredExpertStore
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import ExpertLayout, PoolLayout
 from rimuru.memory.views import ExpertView
-from rimuru.ops.base import Array, Copier, Ops
+from rimuru.ops.base import Act, Array, Copier, Ops
 from rimuru.ops.places import MAX_COMERS
 
 log = logging.getLogger(__name__)
@@ -55,6 +58,21 @@ def may_read_in_place(
     return not (config.fill_on_read and config.prefetch and brings_all)
 
 
+def cpu_share(
+    store: ExpertStore | None, model: ModelConfig, config: EngineConfig, device: str, threads: int | None
+) -> CpuExperts | None:
+    """What computes missed experts on the CPU: where that was asked for, and experts are missed at all."""
+    if not config.cpu_experts or device == "cpu" or not isinstance(store, DeviceExpertStore) or not store.by_device:
+        return None
+    if config.deterministic:
+        log.warning("no expert is computed on the CPU: results are asked for that do not depend on placement")
+        return None
+    specs = [layer.ffn for layer in model.layers if isinstance(layer.ffn, MoeSpec)]
+    widths = [spec.latent_size or model.n_embd for spec in specs]
+    store.helpers.append(shared := CpuExperts(store, backends.create("cpu", threads), specs, widths))
+    return shared
+
+
 def expert_ram_bytes(config: EngineConfig, device: str, layout: PoolLayout) -> int:
     """Host memory that experts outside a device's pool may take: what snapshots and swapped requests leave."""
     others = snapshot_ram_bytes(config, device, layout) + swap_ram_bytes(config, device)
@@ -72,11 +90,16 @@ class LateStore:
     """Stands in for the store while layers are built: the store needs the pool, whose size needs the layers."""
 
     store: ExpertStore | None = None
+    cpu_experts: CpuExperts | None = None
 
     def waves(self, layer_slot: int, ids: Array, positions: Array) -> Any:
         """See forward.context.ExpertReader."""
         assert self.store is not None
         return self.store.waves(layer_slot, ids, positions)
+
+    def lend(self, layer_slot: int, x: Act, ids: Array, weights: Array, spec: MoeSpec) -> Any:
+        """See forward.context.ExpertReader."""
+        return None if self.cpu_experts is None else self.cpu_experts.lend(layer_slot, x, ids, weights, spec)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rimuru.experts.host_arena import BLOCK_BYTES
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import ExpertLayout
 from rimuru.memory.views import ExpertView, moved_entries
@@ -46,6 +47,12 @@ def places_bytes(layout: ExpertLayout) -> int:
     shared = 4 * (N_TOTALS * len(layout.layers) + N_CONTROLS) + 8 * MAX_COMERS * layout.max_pages
     aside = 8 * n_copy_entries(layout.max_pages) + 2 * widest_layer(layout)
     return 16 * layout.n_pages + PLACE_BYTES * layout.n_experts + shared + commands + aside
+
+
+def home_bytes(layout: ExpertLayout) -> int:
+    """Host memory that takes a copy of every expert."""
+    needed_bytes = layout.n_pages * layout.page_bytes
+    return needed_bytes + needed_bytes // 64 + BLOCK_BYTES
 
 
 def widest_layer(layout: ExpertLayout) -> int:
@@ -180,6 +187,10 @@ class DevicePlaces:
     def _entry_spans(self) -> list[slice]:
         edges = self.view.entries_before
         return [slice(int(edges[slot]), int(edges[slot + 1])) for slot in range(len(self.layout.layers))]
+
+    def homes(self, slot: int) -> np.ndarray:
+        """Where a layer's experts lie in host memory, int64 [n_experts]."""
+        return self._homes[int(self.view.rows_before[slot]) : int(self.view.rows_before[slot + 1])]
 
     def layer_pages(self, slot: int) -> np.ndarray:
         """Pool page ids int32 [n_experts, n_pages] of a layer's places, -1 = no such place: a window."""

@@ -22,14 +22,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
 from rimuru.base.errors import AuditError
 from rimuru.base.units import human_bytes
 from rimuru.experts.copies import Staging, copy_home, copy_in
-from rimuru.experts.device_places import DevicePlaces, Heard, name_empty
-from rimuru.experts.host_arena import BLOCK_BYTES, HostArena
+from rimuru.experts.device_places import DevicePlaces, Heard, home_bytes, name_empty
+from rimuru.experts.host_arena import HostArena
 from rimuru.experts.residency import DECAY_TOKENS, ResidencyPolicy
 from rimuru.experts.residents import ResidentSet
 from rimuru.experts.source import ExpertSource
@@ -62,12 +63,6 @@ meanwhile: not worth the launches of a second turn."""
 
 REPORT_STEPS = 8
 """How often the host asks the device what was chosen and who is resident."""
-
-
-def home_bytes(layout: ExpertLayout) -> int:
-    """Host memory that takes a copy of every expert."""
-    needed_bytes = layout.n_pages * layout.page_bytes
-    return needed_bytes + needed_bytes // 64 + BLOCK_BYTES
 
 
 class DeviceExpertStore(ResidentSet):
@@ -112,11 +107,12 @@ class DeviceExpertStore(ResidentSet):
         """Where the experts of all layers lie in the arrays of residency."""
         self.is_watching = True
         """Whether the running step counts, and brings in what it misses: not while every expert is resident."""
-        self._n_empty = 0
-        self._n_steps = 0
+        self.helpers: list[Any] = []
+        """What reads experts at home, and ends before they go."""
+        self._n_empty = self._n_steps = 0
         self._clock = StepClock()
         self._step_tokens = 1
-        self._tables = [
+        self.tables = [
             ExpertTable(layer, layout.page_bytes, places.addresses, biases[slot], factors[slot] if factors else {})
             for slot, (layer, places) in enumerate(zip(layout.layers, self.places.layers, strict=True))
         ]
@@ -145,7 +141,7 @@ class DeviceExpertStore(ResidentSet):
 
     def waves(self, layer_slot: int, ids: Array, positions: Array) -> Iterator[Wave]:
         """One wave: every expert can be read, wherever it lies. Or two: those that are there, while the others come."""
-        table, places = self._tables[layer_slot], self.places.layers[layer_slot]
+        table, places = self.tables[layer_slot], self.places.layers[layer_slot]
         if self.is_watching and self.by_device and len(ids) >= ASIDE_TOKENS:
             self.ops.fetch_aside(ids, positions, places)
             yield Wave(table, places.now)
@@ -413,6 +409,8 @@ class DeviceExpertStore(ResidentSet):
 
     def close(self) -> None:
         """Host memory goes back; nothing may read experts any more."""
+        for helper in self.helpers:
+            helper.close()
         self.copier.close()
 
     def audit(self) -> None:

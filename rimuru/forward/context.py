@@ -8,13 +8,13 @@ from typing import Protocol
 
 import numpy as np
 
-from rimuru.arch.spec import ModelConfig, RopeSpec
+from rimuru.arch.spec import ModelConfig, MoeSpec, RopeSpec
 from rimuru.formats.gguf import GgufFile
 from rimuru.forward.rope import rope_table
 from rimuru.forward.weights import TensorReader
 from rimuru.forward.workspace import Workspace
 from rimuru.memory.specs import PoolLayout
-from rimuru.ops.base import Array, ExpertTable, KvLayer, Ops, StateLayer
+from rimuru.ops.base import Act, Array, ExpertTable, KvLayer, Ops, StateLayer
 
 
 @dataclass(slots=True)
@@ -25,12 +25,23 @@ class Wave:
     active: Array | None
 
 
+class LentExperts(Protocol):
+    """Experts of a layer that somebody else computes."""
+
+    def add_to(self, out: Array, scale: float) -> None:
+        """out[t] += scale * their part of the weighted sum. out [T, w]."""
+
+
 class ExpertReader(Protocol):
     """The only door to experts (experts/store.py)."""
 
     def waves(self, layer_slot: int, ids: Array, positions: Array) -> Iterator[Wave]:
         """Make the experts named in ids (int32 [T, k]) readable, in one or more turns. A turn's experts stay
         readable until the next one is asked for. Rows at position -1 (int32 [T]) are padding."""
+
+    def lend(self, layer_slot: int, x: Act, ids: Array, weights: Array, spec: MoeSpec) -> LentExperts | None:
+        """Before `waves`: take experts that are computed elsewhere out of ids and weights [T, k]; None where all stay.
+        x: the experts' input."""
 
 
 @dataclass(slots=True)

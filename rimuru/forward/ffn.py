@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from rimuru.arch.spec import Activation, DenseFfnSpec, MoeSpec
-from rimuru.forward.context import BuildContext
-from rimuru.ops.base import Act, Array, Step, Weight
+from rimuru.forward.context import BuildContext, LentExperts
+from rimuru.ops.base import Act, Array, MoeScratch, Step, Weight
 
 
 class DenseFfn:
@@ -101,12 +101,13 @@ class MoeFfn:
             self.tap.chosen(self.layer_slot, ids)
         scratch = ws.moe(spec, self.expert_width)
         source = self._latent_input(a, n) if self.latent else a
+        lent = self.experts.lend(self.layer_slot, source, ids, weights, spec)
         for wave in self.experts.waves(self.layer_slot, ids, step.positions):
             ops.moe_experts(source, ids, wave.table, wave.active, spec, scratch)
         if self.latent:
-            self._latent_output(scratch, weights, out, add, scale, n)
+            self._latent_output(scratch, weights, lent, out, add, scale, n)
         else:
-            ops.moe_combine(scratch, weights, out, add, scale)
+            self._sum(scratch, weights, lent, out, add, scale)
         if self.shared is not None:
             gate = None
             if self.shared_gate is not None:
@@ -123,10 +124,19 @@ class MoeFfn:
         self.ops.glu(None, values, "identity", latent)
         return latent
 
-    def _latent_output(self, scratch, weights: Array, out: Array, add: bool, scale: float, n: int) -> None:  # type: ignore[no-untyped-def]
+    def _sum(
+        self, scratch: MoeScratch, weights: Array, lent: LentExperts | None, out: Array, add: bool, scale: float
+    ) -> None:
+        self.ops.moe_combine(scratch, weights, out, add, scale)
+        if lent is not None:
+            lent.add_to(out, scale)
+
+    def _latent_output(
+        self, scratch: MoeScratch, weights: Array, lent: LentExperts | None, out: Array, add: bool, scale: float, n: int
+    ) -> None:
         assert self.latent is not None
         values = self.workspace.array("latent", n, self.expert_width)
-        self.ops.moe_combine(scratch, weights, values, False, 1.0)
+        self._sum(scratch, weights, lent, values, False, 1.0)
         latent = self.workspace.act("latent", n, self.expert_width)
         self.ops.glu(None, values, "identity", latent)
         self.ops.linear(latent, (self.latent[1],), (out,), add=add, scale=scale)

@@ -161,3 +161,28 @@ def test_nothing_is_allocated_while_experts_move(model: Path) -> None:
         llm.generate(PROMPTS, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
         assert cupy.get_default_memory_pool().used_bytes() == used
         assert llm.memory()["total_bytes"] <= 1 << 30
+
+
+def test_the_cpu_computes_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of which the CPU takes half of the missed experts, between others that are graphs: the same answers but for
+    rounding, and nothing where results must not depend on placement."""
+    path = write_random_model(tmp_path / "shared.gguf", arch="qwen3moe", quant="q4_k", seed=3, context_length=1024)
+    options = {"device": "cuda", "memory": "1GiB", "max_sequences": 8, "max_step_tokens": 128, "prefix_cache": False}
+    first = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, logprobs=1)
+    answers, turns = [], iter(range(1 << 20))
+    for shares in (False, True):
+        with LLM(path, resident_experts=0.3, cpu_experts=shares, **options) as llm:  # type: ignore[arg-type]
+            lender = llm.loaded.store.helpers[0] if shares else None  # type: ignore[union-attr]
+            if lender is not None:
+                monkeypatch.setattr(lender.tuner, "choose", lambda *_: 0.5 if next(turns) % 3 else 0.0)
+            found = [llm.generate(PROMPTS, first) for _ in range(4)]
+            llm.generate(PROMPTS, GREEDY)
+            llm.loaded.engine.audit()
+            assert lender is None or lender.n_computed > 50
+        answers.append(found)
+    for plain, shared in zip(*answers, strict=True):
+        same = [a.token_ids[0] == b.token_ids[0] for a, b in zip(plain, shared, strict=True)]
+        off = [abs(a.logprobs[0].logprob - b.logprobs[0].logprob) for a, b in zip(plain, shared, strict=True)]
+        assert sum(same) >= len(PROMPTS) - 2 and float(np.median(off)) < 0.02, (same, off)
+    with open_model(path, resident_experts=0.3, cpu_experts=True) as llm:
+        assert not store_of(llm).helpers

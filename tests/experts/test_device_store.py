@@ -13,7 +13,8 @@ from rimuru import LLM, SamplingParams
 from rimuru.config import EngineConfig
 from rimuru.engine import build
 from rimuru.engine.stores import may_read_in_place
-from rimuru.experts.device_store import ASIDE_TOKENS, DeviceExpertStore, home_bytes
+from rimuru.experts.device_places import home_bytes
+from rimuru.experts.device_store import ASIDE_TOKENS, DeviceExpertStore
 from rimuru.memory.views import ExpertView
 from tools.make_random_gguf import write_random_model
 
@@ -191,9 +192,8 @@ def test_when_nothing_need_be_read_in_place(model: Path) -> None:
 
 
 def test_switches_that_nothing_depends_on_say_so(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with LLM(model, device="cpu", prediction=False, cpu_experts=False):
+    with LLM(model, device="cpu", prediction=False):
         pass
     lines = [record.getMessage() for record in caplog.records]
-    assert [line.split(":")[0] for line in lines if "changes nothing" in line] == [
-        "prediction turned off changes nothing", "cpu_experts turned off changes nothing",
-    ]  # fmt: skip
+    idle = [line.split(":")[0] for line in lines if "changes nothing" in line]
+    assert idle == ["prediction turned off changes nothing"]
