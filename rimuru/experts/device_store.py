@@ -109,7 +109,7 @@ class DeviceExpertStore(ResidentSet):
         """Whether the running step counts, and brings in what it misses: not while every expert is resident."""
         self.helpers: list[Any] = []
         """What reads experts at home, and ends before they go."""
-        self._n_empty = self._n_steps = 0
+        self._n_empty = self._n_steps = self._n_noted = 0
         self._clock = StepClock()
         self._step_tokens = 1
         self.tables = [
@@ -341,7 +341,8 @@ class DeviceExpertStore(ResidentSet):
         heard = self.places.hear()
         if heard is not None:
             self._note(heard)
-        self.residency.begin_step(self._step_tokens)
+        self.residency.begin_step(self._step_tokens, self._n_noted)
+        self._n_noted = 0
         for place in [place for place, (_, marker) in self._coming.items() if self.copier.done(marker)]:
             self._arrive(*place)
         if not self.by_device and self.view.publish(None):
@@ -375,6 +376,7 @@ class DeviceExpertStore(ResidentSet):
         counters.n_filled += int(totals[:, FILLS].sum())
         counters.read_bytes += int((missed * useful).sum())
         n_steps = int(totals[:, STEPS].max())
+        self._n_noted += int(totals[:, TOKENS].max())
         if n_steps:
             n_tokens = int(totals[:, TOKENS].max()) // n_steps
             self._step_tokens = min(max(1, n_tokens), MOST_COUNTED_TOKENS)

@@ -60,13 +60,14 @@ class Residency:
         self._seen_tokens = 0.0
 
     # ---- what was used
-    def begin_step(self, n_tokens: int = 1) -> None:
-        """A step of n_tokens tokens starts: older choices count less."""
+    def begin_step(self, n_tokens: int = 1, n_noted: int | None = None) -> None:
+        """A step of n_tokens tokens starts: older choices count less. n_noted: tokens whose choices were noted since
+        the last call, where a prompt's count for fewer in n_tokens; None = as many."""
         self.step += 1
         self.step_tokens += _SMOOTHING * (n_tokens - self.step_tokens)
         growth = math.exp(n_tokens / DECAY_TOKENS)
         self._weight *= growth
-        self._seen_tokens = self._seen_tokens / growth + n_tokens
+        self._seen_tokens = self._seen_tokens / growth + (n_tokens if n_noted is None else n_noted)
         if self._weight > _RESCALE_AT:
             self.scores /= self._weight
             self._weight = 1.0

@@ -350,7 +350,7 @@ class HostExpertStore(ResidentSet):
         if clock.last > clock.began:
             busy_s = clock.read_s / self.n_threads
             self.rates.observe(clock.n_tokens, clock.last - clock.began, clock.waited_s, clock.link_bytes, busy_s)
-        self.residency.begin_step(max(1, min(clock.n_tokens, MOST_COUNTED_TOKENS)))
+        self.residency.begin_step(max(1, min(clock.n_tokens, MOST_COUNTED_TOKENS)), clock.n_tokens)
         for place in [place for place, (_, future) in self._loading.items() if future.done()]:
             self._arrive(*place)
         self._clock = _StepClock(began=time.perf_counter())

@@ -175,6 +175,15 @@ def test_the_hot_become_resident(model: Path, ram_bytes: list[int]) -> None:
             assert len(set(order[:n].tolist()) & set(np.flatnonzero(resident[slot]).tolist())) >= n - 1
 
 
+def test_probabilities_are_those_of_a_token_after_long_prompts(model: Path, ram_bytes: list[int]) -> None:
+    """A token chooses two experts of a layer, in a prompt as in an answer, whatever a step of prompts counts for."""
+    with LLM(model, device="cpu", resident_experts=0.5, prefix_cache=False) as llm:
+        store = store_of(llm)
+        for _ in range(3):
+            llm.generate([5 + i % 90 for i in range(220)], GREEDY)
+            assert store.residency.probabilities().sum(axis=1) == pytest.approx(2.0, rel=0.15)
+
+
 def test_when_nothing_need_be_read_in_place(model: Path) -> None:
     """Where everybody is resident, or buffers take all of a layer, from memory that holds everybody."""
     with LLM(model, device="cpu") as llm:
