@@ -111,7 +111,7 @@ class Service:
         if body.stream:
             return await event_stream(request, reply)
         try:
-            return JsonResponse(await while_connected(request, reply.whole()))
+            return Response(await while_connected(request, reply.whole()), media_type="application/json")
         finally:
             request.state.note = reply.note()
 

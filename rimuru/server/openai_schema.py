@@ -4,69 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rimuru.request import MAX_ANSWERS, SamplingParams
 from rimuru.server.errors import FieldError, NotSupportedError
+from rimuru.server.openai_fields import Biases, Documents, Messages, Prompt, ResponseFormat, TokenIds, Tools
 
 MAX_STOPS = 32
 MAX_TOP_LOGPROBS = 20
 
 Model = TypeVar("Model", bound=BaseModel)
-
-
-_STRING = {"type": "string"}
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": {"type": "string"}},
-    "required": ["text"],
-}
-_MESSAGE = {
-    "type": "object",
-    "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
-        "content": {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": [_TEXT_PART, _STRING]}}, {"type": "null"}]},
-        "tool_calls": {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
-    },
-    "required": ["role"],
-}
-Messages = Annotated[
-    list[dict[str, Any]],
-    Field(min_length=1),
-    WithJsonSchema({"type": "array", "minItems": 1, "items": _MESSAGE}),
-]
-"""Checked by text/messages.py, which knows the template too; here it is only described."""
-_TOOL = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,128}$"},
-                "description": {"type": ["string", "null"]},
-                "parameters": {"type": ["object", "null"], "description": "A JSON schema of the arguments"},
-            },
-            "required": ["name"],
-        },
-    },
-    "required": ["function"],
-}
-Tools = Annotated[list[dict[str, Any]], WithJsonSchema({"type": "array", "items": _TOOL})]
-"""Checked by prepare.py."""
-_FORMATS = [
-    {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
-    {
-        "type": "object",
-        "properties": {
-            "type": {"const": "json_schema"},
-            "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}, "required": ["schema"]},
-        },
-        "required": ["type", "json_schema"],
-    },
-]
-ResponseFormat = Annotated[dict[str, Any], WithJsonSchema({"anyOf": _FORMATS})]
-"""Checked by grammar.py."""
 
 
 class Body(BaseModel):
@@ -96,7 +43,7 @@ class SamplingFields(Body):
     presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Biases | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None
     timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
@@ -124,7 +71,7 @@ class SamplingFields(Body):
             repetition_penalty=_or(self.repetition_penalty, 1.0),
             presence_penalty=_or(self.presence_penalty, 0.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
-            logit_bias=self._biases(),
+            logit_bias=self.logit_bias or {},
             stop=stop,
             ignore_eos=bool(self.ignore_eos),
             seed=self.seed,
@@ -132,14 +79,6 @@ class SamplingFields(Body):
             n=self.n or 1,
             want_logprobs=want_logprobs,
         )
-
-    def _biases(self) -> dict[int, float]:
-        biases = {}
-        for key, value in (self.logit_bias or {}).items():
-            if not key.isascii() or not key.isdigit() or len(key) > 9:
-                raise FieldError(f"logit_bias: {key[:40]!r} is no token id", "logit_bias")
-            biases[int(key)] = value
-        return biases
 
 
 class ChatRequest(SamplingFields):
@@ -154,7 +93,7 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     reasoning_format: Literal["auto", "none", "deepseek"] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Documents | None = None
 
     def token_limit(self, context_length: int) -> int:
         """Both names of the limit count; given both, the smaller one."""
@@ -163,7 +102,7 @@ class ChatRequest(SamplingFields):
 
 
 class CompletionRequest(SamplingFields):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -213,13 +152,13 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    tokens: list[int]
+    tokens: TokenIds
 
 
 class TemplateRequest(Body):
     messages: Messages
     tools: Tools | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Documents | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -242,7 +181,8 @@ def parse_body(model: type[Model], value: Any) -> Model:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
-        raise FieldError(f"{where}: {first['msg']}", str(first["loc"][0]) if first["loc"] else None) from None
+        told = first["msg"].removeprefix("Value error, ")
+        raise FieldError(f"{where}: {told}", str(first["loc"][0]) if first["loc"] else None) from None
 
 
 Value = TypeVar("Value")

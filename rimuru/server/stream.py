@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
+from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,6 +20,8 @@ from rimuru.server.replies import AnswerState, ReplyHead, Writer, usage_body
 
 Result = TypeVar("Result")
 
+LOGPROBS_AT_ONCE = 1000
+"""Tokens with log-probabilities; bodies with more of them are made in a worker thread."""
 QUIET_S = 10.0
 """After this long without news the headers are sent, and then a comment, so that no proxy or client gives up."""
 _SSE_HEADERS = [
@@ -101,8 +104,8 @@ class Reply:
         self.measure(self.first_token_s, time.monotonic() - self.job.started)
 
     # ---- whole
-    async def whole(self) -> dict[str, Any]:
-        """The body of a request that does not stream. Raises what the job failed with."""
+    async def whole(self) -> bytes:
+        """The body of a request that does not stream, as JSON. Raises what the job failed with."""
         parts: list[list[Any]] = [[] for _ in self.states]
         try:
             while not self.is_done:
@@ -114,11 +117,18 @@ class Reply:
         finally:
             self.loop.cancel(self.job)
         self._note_end()
-        choices = [self.writer.whole(state, parts[state.index]) for state in self.states]
-        return {
-            **self.head.body(self.writer.body_kind, choices),
-            "usage": usage_body(self.states, self.job.params.n),
-        }
+        n_entries = sum(len(state.logprobs) for state in self.states)
+        if n_entries <= LOGPROBS_AT_ONCE:
+            return self._whole_json(parts)
+        return await to_thread.run_sync(self._whole_json, parts)  # others are answered meanwhile
+
+    def _whole_json(self, parts: list[list[Any]]) -> bytes:
+        """Choice by choice: the encoder lets no other thread run before it is done."""
+        head = self.head.body(self.writer.body_kind, [])
+        del head["choices"]
+        choices = b",".join(to_json(self.writer.whole(state, parts[state.index])) for state in self.states)
+        usage = to_json(usage_body(self.states, self.job.params.n))
+        return to_json(head)[:-1] + b',"choices":[' + choices + b'],"usage":' + usage + b"}"
 
     # ---- streamed
     async def chunks(self) -> AsyncIterator[bytes]:

@@ -19,6 +19,8 @@ from server_fixtures import Running, running
 
 from rimuru import LLM
 from rimuru.base.errors import NotEnoughMemoryError
+from rimuru.server.errors import FieldError
+from rimuru.server.openai_schema import ChatRequest, CompletionRequest, parse_body
 from rimuru.server.settings import ServerSettings
 
 KEY = "correct horse"
@@ -108,6 +110,25 @@ def test_messages_that_no_template_can_use(script: Any) -> None:
 def test_unsupported_fields_are_refused(script: Any, field: dict[str, Any]) -> None:
     error = error_of(script.post("/v1/completions", {**DIGITS, **field}), 400)
     assert error["code"] == "not_supported" and next(iter(field)) in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "told"),
+    [
+        (CompletionRequest, {"prompt": [[1]] * 500_000}, "prompt: at most 128 prompts"),
+        (CompletionRequest, {"prompt": [1] * 500_000 + ["x"]}, "prompt: at most 128 prompts"),
+        (CompletionRequest, {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(500_000)), "x")}, "logit_bias"),
+        (ChatRequest, {"messages": [1] * 500_000}, "messages: expected a list of objects"),
+        (ChatRequest, {"messages": HELLO, "tools": [1] * 500_000}, "tools: expected a list of objects"),
+        (ChatRequest, {"messages": HELLO, "stop": [1] * 500_000}, "stop"),
+    ],
+)
+def test_wrong_values_by_the_hundred_thousand_take_no_time(model: Any, body: dict[str, Any], told: str) -> None:
+    """Checking them holds everybody else up; noting each took seconds."""
+    started = time.monotonic()
+    with pytest.raises(FieldError, match=told):
+        parse_body(model, body)
+    assert time.monotonic() - started < 0.5
 
 
 def test_unknown_fields_are_tolerated(script: Any) -> None:
