@@ -2,15 +2,16 @@
 //
 // draw       top_k, top_p, min_p, then a draw at the temperature, in id order (grid: rows)
 //
-// The candidates of a row are the tokens within RANGE of the largest logit. Where they hold all that the filters can keep,
-// and are at most CANDIDATES, the work is done on their list in shared memory, else on the whole row.
+// Where the candidates that survey.cu found fit in a list the work is done on it, in shared memory, else on the whole row.
 //
 // A filter's result is a key (the order-preserving integer of a logit) and how many of the tokens equal to it are kept,
-// lowest ids first; the key is found by radix descent over 11 + 11 + 10 bits.
+// lowest ids first. It is looked for among bins by the distance from the largest logit, which spread what keys would
+// crowd; then each of the bin's tokens is compared with the others, or, where there are many, keys are descended by 11 +
+// 11 + 10 bits.
 
 #define THREADS 1024
 #define BINS 2048
-#define COPIES 4  // of the histogram, by lane: fewer lanes meet in one bin
+#define MEMBERS 512  // of a bin that are compared one with another
 #include "common/follow.cuh"
 #include "sampling/rows.cuh"
 
@@ -22,7 +23,9 @@ struct Cut {
 struct Draw {
     u64 sums[32];
     u64 found, target;
-    int bin;
+    int bin, n_members;
+    unsigned key, keys[MEMBERS];
+    u64 weights[MEMBERS];
 };
 
 // The bin, from the highest, in which the running sum reaches `target` (> 0); `before` = the sum above it. The thread's
@@ -30,10 +33,7 @@ struct Draw {
 __device__ __forceinline__ int find_bin(u64* histogram, u64 target, Draw& s, u64& before) {
     int first = 2 * threadIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     u64 mine[2];
-    for (int i = 0; i < 2; i++) {
-        mine[i] = 0;
-        for (int c = 0; c < COPIES; c++) mine[i] += histogram[(BINS - 1 - first - i) * COPIES + c];
-    }
+    for (int i = 0; i < 2; i++) mine[i] = histogram[BINS - 1 - first - i];
     u64 sum = mine[0] + mine[1], scan = sum;
     for (int offset = 1; offset < 32; offset <<= 1) {
         u64 v = __shfl_up_sync(FULL_WARP, scan, offset);
@@ -58,22 +58,21 @@ __device__ __forceinline__ int find_bin(u64* histogram, u64 target, Draw& s, u64
     return bin;
 }
 
-// Radix descent: the largest key such that the weights of the tokens with at least that key reach `target`. `before` gets
-// the weight above that key.
+// Radix descent: the largest key such that the weights of the tokens with at least that key, and `before`, reach `target`.
+// `before` becomes the weight above that key.
 template <typename Weight>
-__device__ __forceinline__ unsigned descend(const float* l, int n, u64* histogram, u64 target, Draw& s, u64& before,
-                                            Weight weight) {
+__device__ __forceinline__ unsigned descend_keys(const float* l, int n, u64* histogram, u64 target, Draw& s, u64& before,
+                                                 Weight weight) {
     unsigned prefix = 0, known = 0;
-    before = 0;
     for (int pass = 0; pass < 3; pass++) {
         int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0;
         unsigned digits = pass == 2 ? 1023u : 2047u;
-        for (int i = threadIdx.x; i < BINS * COPIES; i += THREADS) histogram[i] = 0;
+        for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
         __syncthreads();
         for_each(l, threadIdx.x, THREADS, n, [&](int, float v) {
             unsigned key = key_of(v);
             u64 w = (key & known) == prefix ? weight(key, v) : (u64)0;
-            if (w) atomicAdd(&histogram[((key >> shift) & digits) * COPIES + (threadIdx.x & (COPIES - 1))], w);
+            if (w) atomicAdd(&histogram[(key >> shift) & digits], w);
         });
         __syncthreads();
         u64 above;
@@ -83,6 +82,56 @@ __device__ __forceinline__ unsigned descend(const float* l, int n, u64* histogra
         known |= digits << shift;
     }
     return prefix;
+}
+
+// The largest key such that the weights of the tokens with at least that key reach `target`. `before` gets the weight above
+// that key.
+template <typename Weight>
+__device__ __forceinline__ unsigned descend(const float* l, int n, float largest, u64* histogram, u64 target, Draw& s, u64& before,
+                                            Weight weight) {
+    // Bins of 1 / 128, counted down from the largest logit; the last of them, bin 0, has all below 16 less.
+    auto bin_of = [&](float v) { return BINS - 1 - (int)fminf((largest - v) * 128.0f, (float)(BINS - 1)); };
+    for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
+    if (threadIdx.x == 0) s.n_members = 0;
+    __syncthreads();
+    u64 far = 0;
+    for_each(l, threadIdx.x, THREADS, n, [&](int, float v) {
+        u64 w = weight(key_of(v), v);
+        int bin = bin_of(v);
+        if (bin == 0) far += w;
+        else if (w) atomicAdd(&histogram[bin], w);
+    });
+    far = block_sum(far, s.sums);
+    if (threadIdx.x == 0) histogram[0] = far;
+    __syncthreads();
+    int bin = find_bin(histogram, target, s, before);
+    for_each(l, threadIdx.x, THREADS, n, [&](int, float v) {
+        unsigned key = key_of(v);
+        u64 w = bin_of(v) == bin ? weight(key, v) : (u64)0;
+        if (w) {
+            int at = atomicAdd(&s.n_members, 1);
+            if (at < MEMBERS) s.keys[at] = key, s.weights[at] = w;
+        }
+    });
+    __syncthreads();
+    int n_members = s.n_members;
+    if (n_members > MEMBERS)
+        return descend_keys(l, n, histogram, target, s, before,
+                            [&](unsigned key, float v) { return bin_of(v) == bin ? weight(key, v) : (u64)0; });
+    if (threadIdx.x < n_members) {
+        unsigned key = s.keys[threadIdx.x];
+        u64 above = before, equal = 0;
+        for (int i = 0; i < n_members; i++) {
+            if (s.keys[i] > key) above += s.weights[i];
+            if (s.keys[i] == key) equal += s.weights[i];
+        }
+        if (above < target && above + equal >= target) s.key = key, s.found = above;
+    }
+    __syncthreads();
+    before = s.found;
+    unsigned key = s.key;
+    __syncthreads();
+    return key;
 }
 
 // The id after the last of the `keep` lowest ids whose key is `key`; n where all are kept.
@@ -108,24 +157,18 @@ __device__ __forceinline__ int equal_limit(const float* l, int n, unsigned key, 
     return limit;
 }
 
-// Values and ids of the candidates, in id order.
-struct Candidates {
-    float values[CANDIDATES];
-    int ids[CANDIDATES];
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS)
     draw(const float* logits,      // [R, n_vocab]
          const u64* best,          // [R, parts]: from argmax
          const float* parameters,  // [R, 4]: temperature, top_p, min_p, uniform
          const int* top_k,         // [R]
-         const u64* sums,          // [R, parts, 3]: from survey
+         const Surveyed* surveyed, // [R]: from survey
          const float* values,      // [R, CANDIDATES]: from collect
          const int* value_ids,     // [R, CANDIDATES]
          int* out_ids,             // [R]
          int parts, int n_vocab) {
     follow_predecessor();
-    extern __shared__ __align__(16) u64 histogram[];  // [BINS, COPIES], then Candidates
+    extern __shared__ __align__(16) u64 histogram[];  // [BINS], then the values of the candidates
     __shared__ Draw s;
     int row = blockIdx.x;
     Filters filters(parameters + row * 4, top_k[row], n_vocab);
@@ -133,29 +176,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float* l = logits + (long long)row * n_vocab;
     float largest = logit_of((unsigned)(best[row * parts] >> 32)), top_p = filters.top_p, min_p = filters.min_p;
     auto mass = [&](float v) { return mass_of(v, largest); };
-    u64 mine_of[3] = {0, 0, 0};
-    if (threadIdx.x < parts)
-        for (int i = 0; i < 3; i++) mine_of[i] = sums[(row * parts + threadIdx.x) * 3 + i];
-    u64 mass_all = block_sum(mine_of[0], s.sums), mass_in = block_sum(mine_of[1], s.sums);
-    int n_candidates = (int)block_sum(mine_of[2], s.sums);
-    Candidates& candidates = *(Candidates*)(histogram + BINS * COPIES);
+    Surveyed found = surveyed[row];
+    u64 mass_all = found.mass;
     const int* ids = nullptr;
     int n = n_vocab, k = filters.k;
-    bool all_kept_inside = k > 0 ? k <= n_candidates
-                           : top_p < 1.0f ? (double)mass_in >= (double)top_p * (double)mass_all
-                                          : min_p > 1.01f * expf(-RANGE);
-    if (0 < n_candidates && n_candidates <= CANDIDATES && all_kept_inside) {
-        for (int i = threadIdx.x; i < n_candidates; i += THREADS) {
-            candidates.values[i] = values[row * CANDIDATES + i];
-            candidates.ids[i] = value_ids[row * CANDIDATES + i];
-        }
+    if (found.has_list()) {
+        float* candidates = (float*)(histogram + BINS);
+        for (int i = threadIdx.x; i < found.n; i += THREADS) candidates[i] = values[row * CANDIDATES + i];
         __syncthreads();
-        l = candidates.values, ids = candidates.ids, n = n_candidates;
+        l = candidates, ids = value_ids + row * CANDIDATES, n = found.n;
     }
     Cut cut{0u, ~0ull};
     if (k > 0 && k < n) {
         u64 above;
-        cut.key = descend(l, n, histogram, (u64)k, s, above, [](unsigned, float) { return (u64)1; });
+        cut.key = descend(l, n, largest, histogram, (u64)k, s, above, [](unsigned, float) { return (u64)1; });
         cut.equal = (u64)k - above;
     }
     if (top_p < 1.0f) {
@@ -171,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         u64 target = (u64)((double)kept * (double)top_p);
         target = target < 1 ? 1 : target;  // at least the likeliest token
         u64 above;
-        unsigned key = descend(l, n, histogram, target, s, above,
+        unsigned key = descend(l, n, largest, histogram, target, s, above,
                                [&](unsigned key, float v) { return key >= cut.key ? mass(v) : (u64)0; });
         u64 each = mass(logit_of(key)), equal = each ? (target - above + each - 1) / each : 1;
         if (key > cut.key) cut = Cut{key, equal};

@@ -7,8 +7,9 @@
 
 #define WARPS (THREADS / 32)
 #define UNIT 1099511627776.0f  // 2^40
-#define CANDIDATES 4096        // that are drawn from as a list
-#define RANGE 12.0f            // below the largest logit, in which candidates lie
+#define CANDIDATES 16384       // that are drawn from as a list
+#define NEAR_BINS 128          // of logits near the largest, each NEAR_WIDTH wide
+#define NEAR_WIDTH 0.125f
 #define AHEAD 8                // logits of a thread under way at once
 
 // A row's parameters.
@@ -19,6 +20,19 @@ struct Filters {
     __device__ __forceinline__ Filters(const float* p, int top_k, int n_vocab)
         : temperature(p[0]), top_p(p[1]), min_p(p[2]), uniform(p[3]), k(top_k < n_vocab ? top_k : 0) {}
     __device__ __forceinline__ bool any() const { return k > 0 || top_p < 1.0f || min_p > 0.0f; }
+};
+
+// The bin of a logit, NEAR_BINS or more where it is not near. Larger logits have lower bins, or the same.
+__device__ __forceinline__ int near_bin(float l, float largest) {
+    return (int)fminf((largest - l) * (1.0f / NEAR_WIDTH), (float)NEAR_BINS);
+}
+
+// What the survey leaves of a row with filters: the candidates are the logits of bins 0 .. last, all that the filters can
+// keep. There is no list of them where last < 0 or they are more than CANDIDATES.
+struct Surveyed {
+    u64 mass;  // of the whole row
+    int last, n;
+    __device__ __forceinline__ bool has_list() const { return last >= 0 && n <= CANDIDATES; }
 };
 
 __device__ __forceinline__ u64 mass_of(float l, float largest) { return (u64)(expf(l - largest) * UNIT); }

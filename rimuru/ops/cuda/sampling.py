@@ -12,8 +12,8 @@ from rimuru.ops.cuda.device import StagedBytes
 from rimuru.ops.cuda.launch import Kernel
 
 _ARGMAX_THREADS, _SURVEY_THREADS, _DRAW_THREADS = 256, 256, 1024
-_CANDIDATES = 4096
-_DRAW_SHARED_BYTES = 2048 * 4 * 8 + _CANDIDATES * 8
+_CANDIDATES, _NEAR_BINS = 16384, 128
+_DRAW_SHARED_BYTES = 2048 * 8 + _CANDIDATES * 4
 """Histogram and candidates of the draw kernel."""
 
 _MAX_PARTS = 64
@@ -27,17 +27,18 @@ _argmax = Kernel("sampling/argmax.cu", "argmax", "logits: f32*, best: u64*, arri
 _survey = Kernel(
     "sampling/survey.cu",
     "survey",
-    "logits: f32*, best: u64*, parameters: *, top_k: *, sums: u64*, arrivals: *, out_ids: i32*, n_vocab: i32",
+    "logits: f32*, best: u64*, parameters: *, top_k: *, sums: u64*, bins: u64*, counts: i32*, surveyed: u64*, arrivals: *,"
+    "out_ids: i32*, n_vocab: i32",
 )
 _collect = Kernel(
     "sampling/survey.cu",
     "collect",
-    "logits: f32*, best: u64*, parameters: *, top_k: *, sums: u64*, values: f32*, ids: i32*, n_vocab: i32",
+    "logits: f32*, best: u64*, parameters: *, top_k: *, counts: i32*, surveyed: u64*, values: f32*, ids: i32*, n_vocab: i32",
 )
 _draw = Kernel(
     "sampling/draw.cu",
     "draw",
-    "logits: f32*, best: u64*, parameters: *, top_k: *, sums: u64*, values: f32*, value_ids: i32*, out_ids: i32*,"
+    "logits: f32*, best: u64*, parameters: *, top_k: *, surveyed: u64*, values: f32*, value_ids: i32*, out_ids: i32*,"
     "parts: i32, n_vocab: i32",
 )
 KERNELS = (_penalise, _argmax, _survey, _collect, _draw)
@@ -83,6 +84,9 @@ class Sampler:
         self._n_rows = 0
         self._best: Any = None
         self._sums: Any = None
+        self._bins: Any = None
+        self._counts: Any = None
+        self._surveyed: Any = None
         self._arrivals: Any = None
         self._values: Any = None
         self._ids: Any = None
@@ -91,7 +95,8 @@ class Sampler:
     @property
     def n_bytes(self) -> int:
         """Device bytes of the buffers."""
-        return self._n_rows * (32 * _MAX_PARTS + 4 + 8 * _CANDIDATES) + self._staged.n_bytes
+        row_bytes = _MAX_PARTS * (16 + 4 * _NEAR_BINS) + 8 * (_NEAR_BINS + 1) + 16 + 4 + 8 * _CANDIDATES
+        return self._n_rows * row_bytes + self._staged.n_bytes
 
     def reserve(self, n_rows: int, n_list_entries: int = 0) -> None:
         """Buffers for n_rows rows with n_list_entries penalised or biased ids in all."""
@@ -100,7 +105,10 @@ class Sampler:
         if self._n_rows < n_rows:
             self._n_rows = n_rows
             self._best = cupy.empty(n_rows * _MAX_PARTS, cupy.uint64)
-            self._sums = cupy.empty(n_rows * _MAX_PARTS * 3, cupy.uint64)
+            self._sums = cupy.empty(n_rows * _MAX_PARTS, cupy.uint64)
+            self._bins = cupy.zeros(n_rows * (_NEAR_BINS + 1), cupy.uint64)
+            self._counts = cupy.empty(n_rows * _MAX_PARTS * _NEAR_BINS, cupy.int32)
+            self._surveyed = cupy.empty(n_rows * 2, cupy.uint64)
             self._arrivals = cupy.zeros(n_rows, cupy.uint32)
             self._values = cupy.empty(n_rows * _CANDIDATES, cupy.float32)
             self._ids = cupy.empty(n_rows * _CANDIDATES, cupy.int32)
@@ -128,9 +136,11 @@ class Sampler:
         _argmax(grid, (_ARGMAX_THREADS,), (logits, best, arrivals, out_ids, n_vocab))
         if not hot.any():
             return
-        read = (logits, best, parameters, top_k, self._sums)
-        _survey(grid, (_SURVEY_THREADS,), (*read, arrivals, out_ids, n_vocab))
+        read = (logits, best, parameters, top_k)
+        survey = (self._sums, self._bins, self._counts, self._surveyed, arrivals, out_ids, n_vocab)
+        _survey(grid, (_SURVEY_THREADS,), (*read, *survey))
         if (hot & ((params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0.0))).any():
-            _collect(grid, (_SURVEY_THREADS,), (*read, self._values, self._ids, n_vocab))
-            arguments = (*read, self._values, self._ids, out_ids, parts, n_vocab)
+            candidates = (self._values, self._ids)
+            _collect(grid, (_SURVEY_THREADS,), (*read, self._counts, self._surveyed, *candidates, n_vocab))
+            arguments = (*read, self._surveyed, *candidates, out_ids, parts, n_vocab)
             _draw((n_rows,), (_DRAW_THREADS,), arguments, shared_bytes=_DRAW_SHARED_BYTES)
