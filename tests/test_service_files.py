@@ -113,5 +113,8 @@ def test_the_container_user_owns_its_caches() -> None:
     (volume,) = values_of("VOLUME")
     made = steps.index(("RUN", f"mkdir {volume}"))
     assert steps.index(("USER", "rimuru")) < made < steps.index(("VOLUME", volume))
-    (environment,) = values_of("ENV")
-    assert all(part.split("=")[1].startswith(f"{volume}/") for part in environment.split())
+    variables = dict(part.split("=") for value in values_of("ENV") for part in value.split())
+    caches = [value for name, value in variables.items() if name.endswith("_CACHE_DIR")]
+    assert len(caches) == 2 and all(value.startswith(f"{volume}/") for value in caches)
+    (mounted,) = re.findall(r" -v [^:]+:([^: ]+)", CONTAINER.read_text())
+    assert variables["RIMURU_MODELS"] == mounted
