@@ -274,6 +274,23 @@ def test_filters_with_equal_logits(scale: float, ops: EmulatedFamilies) -> None:
     assert np.array_equal(ops.download(got), want)
 
 
+@pytest.mark.parametrize("scale", [0.05, 1.0, 6.0])
+def test_filters_beside_each_other(scale: float, ops: EmulatedFamilies) -> None:
+    """Rows whose candidates are few, many, or all; a later filter may keep less than the first one needs to see."""
+    rng = np.random.default_rng(int(scale * 100))
+    filters = [(k, p, m) for k in (0, 3, 300, 1500) for p in (1.0, 0.97, 0.3) for m in (0.0, 0.02, 0.6)]
+    top_k, top_p, min_p = (np.array(column) for column in zip(*filters, strict=True))
+    n_rows, n_vocab = len(filters), 2300
+    logits = (rng.standard_normal((n_rows, n_vocab)) * scale).astype(np.float32)
+    params = sampling_cases.params_of(
+        n_rows, temperature=1.3, top_k=top_k, top_p=top_p, min_p=min_p, uniform=rng.random(n_rows)
+    )
+    want, got = np.zeros(n_rows, np.int32), ops.empty((n_rows,), np.int32)
+    ReferenceOps(np.float64).sample(logits.astype(np.float64), params, want)
+    ops.sample(ops.upload(logits), params, got)
+    assert np.array_equal(ops.download(got), want)
+
+
 def test_draws_without_filters_walk_by_id(ops: EmulatedFamilies) -> None:
     """Several blocks a row: every border between them is crossed; a row with filters and a greedy one stand between.
 

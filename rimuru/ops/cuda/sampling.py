@@ -27,13 +27,14 @@ _argmax = Kernel("sampling/argmax.cu", "argmax", "logits: f32*, best: u64*, arri
 _survey = Kernel(
     "sampling/survey.cu",
     "survey",
-    "logits: f32*, best: u64*, parameters: *, top_k: *, sums: u64*, bins: u64*, counts: i32*, surveyed: u64*, arrivals: *,"
-    "out_ids: i32*, n_vocab: i32",
+    "logits: f32*, best: u64*, parameters: *, top_k: *, sums: u64*, bins: u64*, counts: i32*, surveyed: u64*,"
+    "arrivals: *, out_ids: i32*, n_vocab: i32",
 )
 _collect = Kernel(
     "sampling/survey.cu",
     "collect",
-    "logits: f32*, best: u64*, parameters: *, top_k: *, counts: i32*, surveyed: u64*, values: f32*, ids: i32*, n_vocab: i32",
+    "logits: f32*, best: u64*, parameters: *, top_k: *, counts: i32*, surveyed: u64*, values: f32*, ids: i32*,"
+    "n_vocab: i32",
 )
 _draw = Kernel(
     "sampling/draw.cu",
