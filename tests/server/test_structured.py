@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 from script_model import ALPHABET, CHATML, HELLO, write_script_model
 from server_fixtures import Running, running
@@ -201,3 +202,23 @@ def test_a_deep_or_huge_schema_is_refused_quickly(script: Any) -> None:
     for schema in (deep, huge):
         reply = script.post("/v1/chat/completions", {"messages": HELLO, "response_format": in_schema(schema)})
         assert reply.status_code == 400
+
+
+class Forecast(pydantic.BaseModel):
+    unit: Literal["celsius", "kelvin"]
+    degrees: Literal[3, 30]
+    is_certain: bool
+
+
+def test_the_clients_own_helpers_read_answers(caller: Running) -> None:
+    """openai's parse() makes the schema and reads the answer; its stream() puts calls together."""
+    asked: dict[str, Any] = {"model": "m", "messages": HELLO, "max_tokens": 200}
+    parsed = caller.client.chat.completions.parse(response_format=Forecast, **asked).choices[0].message.parsed
+    assert isinstance(parsed, Forecast) and parsed.degrees in (3, 30)
+    asked |= {"parallel_tool_calls": False}
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS[:1]]
+    with caller.client.chat.completions.stream(tools=strict, tool_choice="required", **asked) as stream:
+        kinds = {event.type for event in stream}
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert call.function.name == "weather" and set(call.function.parsed_arguments) == {"unit", "exact"}
+    assert "tool_calls.function.arguments.done" in kinds
