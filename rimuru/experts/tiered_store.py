@@ -77,6 +77,7 @@ class TieredExpertStore(HostExpertStore):
             factors,
         )  # fmt: skip
         self.ops, self.rates.way = ops, "staged"
+        source.read_for_steps(n_threads)
         staging_bytes = layout.max_pages * layout.page_bytes
         n_staging = max(2, min(N_STAGING, ram_bytes // (2 * staging_bytes)))
         self._staging = [copier.alloc_host(staging_bytes) for _ in range(n_staging)]

@@ -9,6 +9,7 @@ An expert's bytes are exactly those of its pages in the pool, so one read brings
 
 from __future__ import annotations
 
+import mmap
 import os
 import zlib
 from pathlib import Path
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from rimuru.base.errors import FileFormatError, StoreReadError
 from rimuru.formats.gguf import GgufFile, open_gguf, read_exactly
-from rimuru.formats.manifest import MANIFEST_NAME, Manifest
+from rimuru.formats.manifest import MANIFEST_NAME, Manifest, ProjectionEntry
 
 if TYPE_CHECKING:
     from rimuru.memory.specs import ExpertLayerLayout, ExpertLayout, ProjectionLayout
@@ -44,11 +45,16 @@ def read_expert_pages(gguf: GgufFile, layer: ExpertLayerLayout, expert: int, out
     out: uint8 [layer.n_pages, page_bytes], contiguous rows; padding is set to zero. Raises StoreReadError.
     """
     for projection in layer.projections:
-        parts = page_rows(projection, out)
-        for page, part in enumerate(parts):
-            out[projection.first_page + page, part.size :] = 0
-        first_row = expert * projection.tensor_rows + projection.tensor_row
-        gguf.read_scattered(projection.tensor, first_row * projection.row_bytes, parts)
+        read_projection_pages(gguf, projection, expert, out)
+
+
+def read_projection_pages(gguf: GgufFile, projection: ProjectionLayout, expert: int, out: NDArray[np.uint8]) -> None:
+    """One projection of the same, into its pages of `out`."""
+    parts = page_rows(projection, out)
+    for page, part in enumerate(parts):
+        out[projection.first_page + page, part.size :] = 0
+    first_row = expert * projection.tensor_rows + projection.tensor_row
+    gguf.read_scattered(projection.tensor, first_row * projection.row_bytes, parts)
 
 
 def projection_crc32(projection: ProjectionLayout, pages: NDArray[np.uint8]) -> int:
@@ -112,6 +118,27 @@ class ExpertBlob:
 
         Raises StoreReadError naming block and expert on a short or failed read or a wrong checksum.
         """
+        self._read(layer_slot, expert, self.manifest.layers[layer_slot].projections, out, check)
+
+    def read_projection(self, layer_slot: int, expert: int, number: int, out: NDArray[np.uint8], check: bool) -> None:
+        """One of the expert's projections, into its pages of `out`; see read_expert."""
+        self._read(layer_slot, expert, self.manifest.layers[layer_slot].projections[number : number + 1], out, check)
+
+    def read_past_cache(self) -> bool:
+        """From now on, where file system and disk allow it; whether they do."""
+        if self._direct_fd is None and self.manifest.page_bytes % _DIRECT_ALIGNMENT == 0:
+            self._direct_fd = _open_direct(self.folder / BLOB_NAME)
+        return self._direct_fd is not None
+
+    def _read(
+        self,
+        layer_slot: int,
+        expert: int,
+        projections: tuple[ProjectionEntry, ...],
+        out: NDArray[np.uint8],
+        check: bool,
+    ) -> None:
+        """Projections that lie side by side, with one system call."""
         layer = self.manifest.layers[layer_slot]
         what = f"{self.folder / BLOB_NAME}: expert {expert} of block {layer.layer}"
         if out.shape != (layer.n_pages, self.manifest.page_bytes):
@@ -120,10 +147,12 @@ class ExpertBlob:
             raise StoreReadError(f"{what} could not be read: the file was closed")
         aligned = self._direct_fd is not None and out.ctypes.data % _DIRECT_ALIGNMENT == 0
         fd = self._direct_fd if self._direct_fd is not None and aligned else self._fd
-        read_exactly(fd, layer.projections[0].offset_bytes[expert], (out,), what)
+        first, last = projections[0], projections[-1]
+        wanted = out[first.first_page : last.first_page + last.n_pages]
+        read_exactly(fd, first.offset_bytes[expert], (wanted,), what)
         if not check:
             return
-        for projection in layer.projections:
+        for projection in projections:
             pages = out[projection.first_page : projection.first_page + projection.n_pages]
             if zlib.crc32(pages.data) != projection.crc32[expert]:
                 raise StoreReadError(f"{what} is damaged: wrong checksum of {projection.name}; {_AGAIN}")
@@ -161,6 +190,14 @@ def _open_direct(path: Path) -> int | None:
     if flag is None:
         return None
     try:
-        return os.open(path, os.O_RDONLY | flag)
+        fd = os.open(path, os.O_RDONLY | flag)
     except OSError:
         return None
+    with mmap.mmap(-1, _DIRECT_ALIGNMENT) as page:  # some file systems open, and then do not read
+        try:
+            if os.preadv(fd, [page], 0) == _DIRECT_ALIGNMENT:
+                return fd
+        except OSError:
+            pass
+    os.close(fd)
+    return None

@@ -183,6 +183,48 @@ def test_direct_reads_give_the_same(model: Path, tmp_path: Path) -> None:
         direct.read_expert(0, 0, wanted, check=False)
 
 
+@pytest.mark.parametrize("kind", ["blob", "gguf"])
+def test_reads_for_steps_give_the_same(model: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Projections side by side, past the page cache where that can be; an error is raised when all have ended."""
+    convert_model(model, tmp_path / "m.rimuru")
+    gguf, blob = open_source(tmp_path / "m.rimuru")
+    source = blob if kind == "blob" else GgufExpertSource(gguf, blob.layout)
+    expected = read_all(source)
+    source.read_for_steps(4)
+    assert all(np.array_equal(a, b) for a, b in zip(read_all(source), expected, strict=True))
+    assert kind == "gguf" or blob.is_direct == (blob._blob._direct_fd is not None)
+    ended: list[int] = []
+    numbers = iter(range(99))
+    target, name = (
+        (blob._blob, "read_projection")
+        if kind == "blob"
+        else (sys.modules[type(source).__module__], "read_projection_pages")
+    )
+    original = getattr(target, name)
+
+    def late(*args: object) -> None:
+        number = next(numbers)
+        time.sleep(0.02 * number)
+        original(*args)
+        ended.append(number)
+        if number == 0:
+            raise StoreReadError("the disk is gone")
+
+    monkeypatch.setattr(target, name, late, raising=False)
+    layer = blob.layout.layers[0]
+    with pytest.raises(StoreReadError, match="gone"):
+        source.read_expert(0, 0, np.zeros((layer.n_pages, PAGE_BYTES), np.uint8))
+    assert sorted(ended) == list(range(len(layer.projections)))
+    monkeypatch.undo()
+    with ThreadPoolExecutor(8) as pool:  # more than are read in parts
+        outs = [np.zeros((layer.n_pages, PAGE_BYTES), np.uint8) for _ in range(40)]
+        list(pool.map(lambda out: source.read_expert(0, 0, out), outs))
+    assert all(np.array_equal(out, expected[0]) for out in outs)
+    source.close()
+    blob.close()
+    gguf.close()
+
+
 def test_several_threads_read_one_source(model: Path, tmp_path: Path) -> None:
     convert_model(model, tmp_path / "m.rimuru")
     gguf, source = open_source(tmp_path / "m.rimuru")
