@@ -37,6 +37,8 @@ REUSE_WORTH = 0.05
 """Where fewer of the requests begin with a known prefix, experts are worth more than prefixes."""
 QUIET_STEPS = 8
 """After so many steps in which free pages were enough, prefixes may give way to experts."""
+RECLAIM_STEPS = 4
+"""How often they do: seldom and many at once, which costs less."""
 TARGET_STEPS = 32
 """How often policy `cost` computes how many experts should be absent; when more come to run than there were at the
 last time, after QUIET_STEPS."""
@@ -362,7 +364,8 @@ class ExpertRoom(CompactingRoom):
         if is_short:
             self._last_short = self._n_steps
             return
-        if reuse_rate < REUSE_WORTH and self._n_steps - self._last_short > QUIET_STEPS:
+        is_quiet = self._n_steps - self._last_short > QUIET_STEPS
+        if reuse_rate < REUSE_WORTH and is_quiet and self._n_steps % RECLAIM_STEPS == 0:
             self._reclaim_prefixes()
         free, k = self.free_pages, self.pages_per_expert
         if self.policy == "paper":
@@ -378,9 +381,11 @@ class ExpertRoom(CompactingRoom):
             self._record("expand", f"{free} pages are free", self.store.expand(n_expand))
 
     def _reclaim_prefixes(self) -> None:
-        """Prefixes that nobody comes back for give their pages to experts, one expert's per step, the oldest first."""
+        """Prefixes that nobody comes back for give their pages to experts, about one expert's per step, the oldest
+        first."""
         assert self.store is not None and self.layout.expert is not None
-        n_wanted = min(int(8 * self.pages_per_expert) - self.free_pages, int(np.ceil(self.pages_per_expert)))
+        n_pages = int(np.ceil(RECLAIM_STEPS * self.pages_per_expert))
+        n_wanted = min(n_pages, 2 * n_pages - self.free_pages)
         is_absent = self.store.residency.n_resident < self.n_experts
         if is_absent and n_wanted > 0 and self._unused_prefix_pages() > 0:
             self.cache.evict_prefix(n_wanted * self._kv_per_page)

@@ -1,8 +1,9 @@
 """Cost of the control loop per step: what stands between two steps at 96 requests and 6,000 experts. Prints JSON.
 
-`adjust` is the loop itself (need, policy, residency order, page tables, background reads begun), `schedule` the whole
-scheduler with it: 96 running sequences get their pages, some are replaced, experts shrink and come back. `residency`
-is the noting of one step's routing (96 tokens in 48 layers), which runs beside the layers.
+`loop` is all of it, by step: `adjust` (need, policy, residency order, page tables, records, background reads begun) and
+`residency` (a step's choices of 48 layers noted). `schedule` is the whole scheduler with `adjust` in it: 96 running
+sequences get their pages, some are replaced, experts shrink and come back. `layers` is what the CPU's store does
+instead of `residency`, layer by layer: noting the choices of 96 tokens, and naming their experts, which it has to read.
 """
 
 from __future__ import annotations
@@ -41,13 +42,16 @@ class Stopwatch:
             self.times.append(time.thread_time() - started)
             self.wall_times.append(time.perf_counter() - wall_started)
 
-    def summary(self) -> dict[str, float]:
-        """Microseconds per call, the first tenth (compiling, filling) left out."""
-        first = len(self.times) // 10
-        times, wall = np.array(self.times[first:]) * 1e6, np.array(self.wall_times[first:]) * 1e6
-        return {"mean": round(float(times.mean()), 1), "p50": round(float(np.median(times)), 1),
-                "p95": round(float(np.percentile(times, 95)), 1), "wall_mean": round(float(wall.mean()), 1),
-                "wall_p50": round(float(np.median(wall)), 1), "calls": len(times)}  # fmt: skip
+    def summary(self, *others: Stopwatch) -> dict[str, float]:
+        """Microseconds per call (of all these together), the first tenth (compiling, filling) left out."""
+        first, watches = len(self.times) // 10, (self, *others)
+        times, wall = (
+            sum(np.array(times[first : len(self.times)]) * 1e6 for times in kind)
+            for kind in ([w.times for w in watches], [w.wall_times for w in watches])
+        )
+        return {"mean": round(float(np.mean(times)), 1), "p50": round(float(np.median(times)), 1),
+                "p95": round(float(np.percentile(times, 95)), 1), "wall_mean": round(float(np.mean(wall)), 1),
+                "wall_p50": round(float(np.median(wall)), 1), "calls": len(self.times) - first}  # fmt: skip
 
 
 def measure(policy: str, n_steps: int) -> dict[str, object]:
@@ -59,18 +63,37 @@ def measure(policy: str, n_steps: int) -> dict[str, object]:
     trace = [TraceRequest(0.0, 40, int(n)) for n in rng.integers(n_steps // 2, n_steps, 2 * N_REQUESTS)]
     adjust = Stopwatch(simulation.room, "adjust")
     schedule = Stopwatch(simulation.scheduler, "schedule")
-    touch = Stopwatch(simulation.store.residency, "touch")
+    noting = Stopwatch(simulation.store.residency, "note_all")
     result = simulation.run(trace)
-    per_step = np.array(touch.times).reshape(-1, 48).sum(axis=1) * 1e6
     return {
         "policy": policy,
         "experts": simulation.experts.n_experts,
         "mean_concurrency": round(float(result.values["mean_concurrency"]), 1),
         "decisions": result.values["decisions"],
+        "loop_us": adjust.summary(noting),
         "adjust_us": adjust.summary(),
+        "residency_us": noting.summary(),
         "schedule_us": schedule.summary(),
-        "residency_us": {"mean": round(float(per_step.mean()), 1), "p95": round(float(np.percentile(per_step, 95)), 1)},
+        "layers_us": by_layers(simulation, rng),
     }
+
+
+def by_layers(simulation: Simulation, rng: np.random.Generator) -> dict[str, float]:
+    """Noting the choices of N_REQUESTS tokens layer by layer, a step's layers together."""
+    residency, layers = simulation.store.residency, simulation.experts.layers
+    n_experts, top_k = layers[0].n_experts, simulation.cost.top_k
+    ids = [rng.integers(0, n_experts, (N_REQUESTS, top_k)).astype(np.int32) for _ in layers]
+
+    class Step:
+        def run(self) -> None:
+            for slot, chosen in enumerate(ids):
+                residency.note(slot, chosen)
+
+    step = Step()
+    watch = Stopwatch(step, "run")
+    for _ in range(100):
+        step.run()
+    return watch.summary()
 
 
 def main() -> None:
