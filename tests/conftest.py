@@ -18,7 +18,27 @@ settings.register_profile("search", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "search")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "append each failure's text to FILE as soon as it is known: a run that is stopped still says what failed"
+    parser.addoption("--failures-file", metavar="FILE", help=text)
+
+
+class _FailuresFile:
+    """Lives in the process that gathers reports, also where tests run side by side."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(f"== {report.nodeid} ({report.when})\n{report.longreprtext}\n")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--failures-file")
+    if path and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_FailuresFile(path))
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "slow: takes more than ten seconds")
     config.addinivalue_line("markers", "alone: measures or fills the GPU's memory; nothing else may use it meanwhile")

@@ -103,7 +103,8 @@ def check_tests(options: argparse.Namespace, save: Save) -> Row:
     ended: list[tuple[int, str, float]] = []
     for marks, more in (("gpu and not alone", workers), ("gpu and alone", [])):
         left_s = options.limit - sum(seconds for _, _, seconds in ended)
-        command = [*PYTEST, "-m", marks, *more, *gpu_test_files()]
+        failures = f"--failures-file={options.out.with_suffix('.failures.txt').absolute()}"
+        command = [*PYTEST, "-m", marks, failures, *more, *gpu_test_files()]
         ended.append(run(command, max(left_s, 20.0), lambda text: save(pytest_row([*ended, (124, text, 0.0)]))))
     row = pytest_row(ended)
     return {**row, "seconds": round(sum(seconds for _, _, seconds in ended), 1)}
