@@ -9,54 +9,12 @@
 //     ADJACENT 0 pairs (i, i + n_rot / 2), 1 pairs (2i, 2i + 1);  ELEMENT 0 f16, 1 bf16, 2 f32;  MAX_DIM
 // Bytes moved: q and k once in and out, v once in, KV rows once out.
 
-#include "attention/element.cuh"
+#include "attention/prepare.cuh"
 #include "common/follow.cuh"
 #include "common/paged.cuh"
 #include "common/warp.cuh"
 
 #define WARPS 4
-
-// Rotates n_rot dims of a head in shared memory by a table row: n_rot / 2 cosines, then as many sines.
-__device__ __forceinline__ void rotate(float* head, const float* table, int n_rot) {
-    int half = n_rot / 2;
-    for (int i = threadIdx.x & 31; i < half; i += 32) {
-        int a = ADJACENT ? 2 * i : i, b = ADJACENT ? 2 * i + 1 : i + half;
-        float c = table[i], s = table[half + i], x = head[a], y = head[b];
-        head[a] = x * c - y * s;
-        head[b] = x * s + y * c;
-    }
-    __syncwarp();
-}
-
-__device__ __forceinline__ void scale_head(float* head, const float* weight, float inverse, int dim) {
-    for (int i = threadIdx.x & 31; i < dim; i += 32) head[i] *= inverse * weight[i];
-    __syncwarp();
-}
-
-// One warp: head vector from x to shared memory, norm and rotation there, back to x, and to `row` where given.
-// inverse: 1 / rms over the whole row (NORM_KIND 2), else unused.
-// norm_dim: dims that the norm covers. The rotation starts at dim rope_first.
-__device__ __forceinline__ void treat_head(float* x, float* head, int dim, const float* weight, int norm_dim, float inverse,
-                                           float eps, const float* table, int n_rot, int rope_first, char* row) {
-    int lane = threadIdx.x & 31;
-    float sum = 0.0f;
-    for (int i = lane; i < dim; i += 32) {
-        float v = x[i];
-        head[i] = v;
-        if (i < norm_dim) sum = fmaf(v, v, sum);
-    }
-    __syncwarp();
-    if (NORM_KIND == 1 && weight) inverse = rsqrtf(warp_sum(sum) / norm_dim + eps);
-    bool norm = NORM_KIND != 0 && weight;
-    if (norm && !NORM_LAST) scale_head(head, weight, inverse, norm_dim);
-    if (table) rotate(head + rope_first, table, n_rot);
-    if (norm && NORM_LAST) scale_head(head, weight, inverse, norm_dim);
-    for (int i = lane; i < dim; i += 32) {
-        if (norm || table) x[i] = head[i];
-        if (row) store_element(row, i, head[i]);
-    }
-    __syncwarp();
-}
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
     prepare_qkv(float* q,                 // [T, n_head * q_stride]
@@ -105,8 +63,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     for (int slot = begin; slot < end && slot < n_head + 2 * n_head_kv; slot += step) {
         if (slot < n_head) {
             const float* weight = q_norm && NORM_KIND == 2 ? q_norm + slot * key_dim : q_norm;
-            treat_head(q + ((long long)token * n_head + slot) * q_stride, heads[warp], key_dim, weight, q_norm_dim, inverse,
-                       eps, table, n_rot, rope_first, nullptr);
+            float* x = q + ((long long)token * n_head + slot) * q_stride;
+            treat_head(x, heads[warp], key_dim, weight, q_norm_dim, inverse, eps, table, n_rot, rope_first, x, nullptr);
             continue;
         }
         int head = (slot - n_head) % n_head_kv;
@@ -114,8 +72,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         char* key_row = (char*)kv_rows(kv, seq_of_token[token], head, position, value_row);
         if (slot < n_head + n_head_kv) {
             const float* weight = k_norm && NORM_KIND == 2 ? k_norm + head * key_dim : k_norm;
-            treat_head(k + ((long long)token * n_head_kv + head) * key_dim, heads[warp], key_dim, weight, k_norm_dim, inverse,
-                       eps, table, n_rot, rope_first, key_row);
+            float* x = k + ((long long)token * n_head_kv + head) * key_dim;
+            treat_head(x, heads[warp], key_dim, weight, k_norm_dim, inverse, eps, table, n_rot, rope_first, x, key_row);
         } else if (value_row) {
             const float* from = v + ((long long)token * n_head_kv + head) * value_dim;
             for (int i = threadIdx.x & 31; i < value_dim; i += 32) store_element((char*)value_row, i, from[i]);

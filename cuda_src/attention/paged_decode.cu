@@ -15,9 +15,13 @@
 //
 // -D  KEY_DIM, VALUE_DIM (multiples of 8, up to 256), GROUP (1 to 16), ELEMENT 0 f16, 1 bf16
 //     WARPS of a block, MIN_BLOCKS on a multiprocessor, UNIT (keys, a multiple of 64)
+//     PREPARE 1: q, k and v are as they came out of their matrices, and the block does what attention/kv_append.cu would
+//     (NORM_KIND 0 1, NORM_LAST, ADJACENT as there): its query heads go to shared memory; the block whose split has the
+//     token itself writes key and value to their pages before it reads them.
 // Bytes moved: every visible K and V row once per KV head and token.
 
 #include "attention/merge.cuh"
+#include "attention/prepare.cuh"
 #include "attention/tile_mma.cuh"
 #include "common/act_store.cuh"
 #include "common/arrive.cuh"
@@ -49,7 +53,15 @@ struct Shared {
 };
 
 __device__ __forceinline__ uint4 load16(const char* row, int byte, bool inside) {
+#if PREPARE && defined(__CUDA_ARCH__)
+    // The block may have written the row: not before the barrier in between.
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (row && inside)
+        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(row + byte) : "memory");
+    return v;
+#else
     return row && inside ? load_settled((const uint4*)(row + byte)) : make_uint4(0, 0, 0, 0);
+#endif
 }
 
 __device__ __forceinline__ const char* lane_pointer(const char* p, int lane) {
@@ -170,6 +182,33 @@ __device__ __forceinline__ void load_piece(KeyValues& p, const PieceRows& rows) 
     p.seen[0] = keys[0] != nullptr, p.seen[1] = keys[1] != nullptr;
 }
 
+// What comes out of the matrices of a token, and what is to be done with it.
+struct Raw {
+    const float *q, *k, *v;  // of the block's first query head; of the KV head
+    const float *q_norm, *k_norm, *table;
+    int q_norm_dim, k_norm_dim, n_rot, rope_first;
+    float eps;
+};
+
+typedef float Prepared[GROUP + 1][KEY_DIM];  // query heads, then the key
+
+// The block's query heads to shared memory; key and value to their rows where these are given.
+__device__ __forceinline__ void prepare(Prepared& to, const Raw& raw, int q_stride, char* key_row, char* value_row) {
+    int warp = threadIdx.x >> 5;
+    for (int slot = warp; slot < GROUP + 2; slot += WARPS) {
+        if (slot < GROUP) {
+            treat_head(raw.q + slot * q_stride, to[slot], KEY_DIM, raw.q_norm, raw.q_norm_dim, 0.0f, raw.eps, raw.table, raw.n_rot,
+                       raw.rope_first, nullptr, nullptr);
+        } else if (slot == GROUP && key_row) {
+            treat_head(raw.k, to[GROUP], KEY_DIM, raw.k_norm, raw.k_norm_dim, 0.0f, raw.eps, raw.table, raw.n_rot, raw.rope_first,
+                       nullptr, key_row);
+        } else if (slot == GROUP + 1 && value_row) {
+            for (int i = threadIdx.x & 31; i < VALUE_DIM; i += 32) store_element(value_row, i, raw.v[i]);
+        }
+    }
+    __syncthreads();
+}
+
 // All pieces of a warp in [from, to); keys before `begin` are not visible. `rows`: of the warp's first piece; where DEEP
 // `next`: of its second.
 __device__ __forceinline__ void take_split(Running& r, const u32 (&q)[HEAD_TILES][K_BLOCKS][4], const KvView& kv, int seq, int head,
@@ -235,7 +274,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                  float* out,               // [T, n_head * VALUE_DIM]
                  ACT_PARAMETERS,           // quantised copy, where VALUE_DIM is a multiple of 32
                  long long page_bytes, int n_blocks, int page_tokens, int n_head, int n_head_kv, int q_stride, int window,
-                 int gated, int by_sequence, float scale) {
+                 int gated, int by_sequence, float scale,
+                 const float* k,       // [T, n_head_kv * KEY_DIM]; this and what follows where PREPARE
+                 const float* v,       // [T, n_head_kv * VALUE_DIM]
+                 const float* q_norm,  // [q_norm_dim] or null
+                 const float* k_norm,  // [k_norm_dim] or null
+                 const float* rope,    // [n_positions, n_rot] or null
+                 int q_norm_dim, int k_norm_dim, int n_rot, int rope_first, float eps) {
     follow_predecessor();
     extern __shared__ __align__(16) char shared[];
     __shared__ Shared s;
@@ -264,7 +309,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     PieceRows rows = find_piece(kv, seq, kv_head, first_piece, begin, first_end);
     PieceRows next = DEEP ? find_piece(kv, seq, kv_head, first_piece + WARPS * PIECE, begin, first_end) : rows;
     u32 query_parts[HEAD_TILES][K_BLOCKS][4];
+#if PREPARE
+    __shared__ Prepared prepared;
+    if (n_splits > 0) {
+        const float* table = rope ? rope + (long long)(end - 1) * n_rot : nullptr;
+        long long kv_at = (long long)token * n_head_kv + kv_head;
+        Raw raw = {queries, k + kv_at * KEY_DIM, v + kv_at * VALUE_DIM, q_norm, k_norm, table, q_norm_dim, k_norm_dim, n_rot, rope_first, eps};
+        bool has_token = (n_splits - 1) % (int)gridDim.z == (int)blockIdx.z;
+        const char* value_row = nullptr;
+        char* key_row = has_token ? (char*)kv_rows(kv, seq, kv_head, end - 1, value_row) : nullptr;
+        prepare(prepared, raw, q_stride, key_row, (char*)value_row);
+        load_queries(query_parts, prepared[0], KEY_DIM, scale * LOG2E);
+    }
+#else
     if (n_splits > 0) load_queries(query_parts, queries, q_stride, scale * LOG2E);
+#endif
     Folded folded[PAIRS_EACH];
 #pragma unroll
     for (int i = 0; i < PAIRS_EACH; i++) folded[i] = Folded{NEGATIVE_INFINITY, 0.0f, make_float2(0.0f, 0.0f)};

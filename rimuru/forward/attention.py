@@ -57,7 +57,7 @@ class Attention:
         ops.linear(a, self.weights, (q, k, v), self.biases)
         ops.prepare_qkv(
             q, k, v, self.q_norm, self.k_norm, spec.qk_norm, spec.qk_norm_after_rope, self.eps,
-            self.rope, self.rope_adjacent, spec.n_head, self.q_stride, step, self.kv,
+            self.rope, self.rope_adjacent, spec.n_head, self.q_stride, step, self.kv, may_wait=True,
         )  # fmt: skip
         mixed = self.workspace.act("mixed", n, self.out_width)
         ops.attention(

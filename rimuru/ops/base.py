@@ -325,6 +325,7 @@ class Ops(Protocol):
         step: Step,
         kv: KvLayer,
         rope_first: int = 0,
+        may_wait: bool = False,
     ) -> None:
         """Norms and rotates q and k in place and writes k and v of every token into the KV pages.
 
@@ -334,6 +335,7 @@ class Ops(Protocol):
         row); no norm where the weight is None.
         rope [n_positions, n_rot] float32: n_rot/2 cosines, then n_rot/2 sines, for the n_rot dims of a head from
         rope_first on; rope_adjacent: pairs (2i, 2i+1), else (i, i + n_rot/2). None = no rotation.
+        may_wait: a backend may leave it to the `attention` of this q, and then leaves q and k as they are.
         """
 
     def attention(
@@ -403,8 +405,12 @@ class Ops(Protocol):
         """The same, while what is queued next may already use the experts of places.now. Those of places.later can be
         read by what is queued after join_fetch."""
 
+    def fetch_ahead(self, ids: Array, positions: Array, places: LayerPlaces) -> None:
+        """Bring experts that a layer's tokens will likely choose into places, beside what is queued next; nothing is
+        counted. ids int32 [T, k]. Its copies have to be joined before the layer's turn."""
+
     def join_fetch(self) -> None:
-        """What is queued from now on comes after the copies of the last fetch_aside."""
+        """What is queued from now on comes after the copies of the last fetch_aside or fetch_ahead."""
 
     def set_places(self, commands: Array, n_commands: int, places: ExpertPlaces) -> None:
         """Give places other pages, to which their bytes have been copied, or new ones; zeros take them away, and who

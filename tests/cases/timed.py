@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cases import attention, fused, matmul, mla, moe, pointwise, recurrent, sampling
+from cases import attention, fused, matmul, mla, moe, pointwise, recurrent, sampling, waiting
 from cases.attention import AttentionShape, QkvShape, attention_case, qkv_case
 from cases.common import Case
 from cases.matmul import linear_case
@@ -106,6 +106,7 @@ OTHERS = [
 def cases() -> list[Case]:
     """The ones above and those cases of the tests that have model shapes."""
     tested = [*pointwise.CASES, *matmul.CASES, *attention.QKV_CASES, *recurrent.CASES, *sampling.CASES, *fused.CASES]
+    tested += waiting.CASES
     found = MATMUL + EXPERTS + ATTENTION + RECURRENT + OTHERS
     names = {case.name for case in found}
     return found + [case for case in tested if case.kind == "model" and case.name not in names]

@@ -34,6 +34,12 @@ DECODE = [
         (80, 80, 1, "f32", False), (192, 128, 5, "f16", False), (160, 96, 8, "f16", True),
     )
 ] + [
+    attention.decode_kernel(*shape).kernel
+    for shape in (
+        (128, 128, 8, "f16", False, 256, True, ("head", False, False)),
+        (256, 256, 8, "bf16", False, 256, False, ("none", True, True)),
+    )
+] + [
     kernel for shape in ((576, 512, 16, "f16"), (288, 256, 5, "bf16")) for kernel in latent.latent_kernels(*shape)
 ]  # fmt: skip
 PREFILL = [

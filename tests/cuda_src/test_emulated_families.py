@@ -18,6 +18,7 @@ from cases import mla as mla_cases
 from cases import pointwise as pointwise_cases
 from cases import recurrent as recurrent_cases
 from cases import sampling as sampling_cases
+from cases import waiting
 from cases.attention import AttentionShape, attention_case
 from cases.common import Case, compare
 from cases.recurrent import Tokens, conv_case, delta_case, mamba1_case, mamba2_case
@@ -180,6 +181,25 @@ RECURRENT = [
 def test_attention(case: Case, ops: EmulatedFamilies) -> None:
     inputs = case.inputs()
     compare(case.run(ops, inputs), case.expected(inputs), 8e-3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", [c for c in waiting.CASES if c.kind == "edge"], ids=lambda case: case.name)
+def test_attention_prepares_what_waited(case: Case, ops: EmulatedFamilies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as of two launches, in the output and in the pages."""
+    inputs, launched = case.inputs(), []
+    monkeypatch.setattr(ops, "prepare_qkv", ops.attention.prepare_qkv)
+    launch = Kernel.__call__
+
+    def note(kernel: Kernel, *args: Any, **named: Any) -> None:
+        launched.append(kernel.name)
+        launch(kernel, *args, **named)
+
+    monkeypatch.setattr(Kernel, "__call__", note)
+    got = case.run(ops, inputs)  # type: ignore[arg-type]
+    assert ("prepare_qkv" in launched) == ("float32" in case.name)
+    apart = case.run(ops, inputs | {"waits": False})  # type: ignore[arg-type]
+    assert "prepare_qkv" in launched and all(np.array_equal(got[name], apart[name]) for name in got)
+    compare(got, case.expected(inputs), case.tolerance, case.tolerances)
 
 
 def test_latent_splits_are_folded_alike(ops: EmulatedFamilies, monkeypatch: pytest.MonkeyPatch) -> None:

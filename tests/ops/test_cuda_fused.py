@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import waiting
 from cases.common import Case, compare
 from cases.fused import CASES, choose_case
 
@@ -30,6 +31,15 @@ def test_equal_to_launches_of_their_own(ops: Any, case: Case, monkeypatch: pytes
     monkeypatch.setenv("RIMURU_FUSED_NORMS", "0")
     apart = case.run(ops, inputs)
     assert got.keys() == apart.keys() and all(np.array_equal(got[name], apart[name]) for name in got)
+
+
+@pytest.mark.parametrize("case", waiting.CASES, ids=lambda case: case.name)
+def test_attention_prepares_what_waited(ops: Any, case: Case) -> None:
+    """The same bits as of two launches, in the output and in the pages."""
+    inputs = case.inputs()
+    got, apart = (case.run(ops, inputs | {"waits": waits}) for waits in (True, False))
+    assert all(np.array_equal(got[name], apart[name]) for name in got)
+    compare(got, case.expected(inputs), case.tolerance, case.tolerances)
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -128,6 +128,7 @@ def prepare_qkv(
     step: Step,
     kv: KvLayer,
     rope_first: int = 0,
+    may_wait: bool = False,
 ) -> None:
     """See `Ops.prepare_qkv`. v may have no columns where the group stores no values (MLA)."""
     n_tokens = q.shape[0]

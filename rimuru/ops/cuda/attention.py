@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from rimuru.base import env
 from rimuru.base.errors import UnsupportedModelError
 from rimuru.base.units import align_up, ceil_div
 from rimuru.memory.specs import KvGroupLayout
@@ -102,6 +103,12 @@ _DECODE_SIGNATURE = (
     f"partials: f32*, arrivals: *, out: f32*, {ACT_SIGNATURE}, page_bytes: i64, n_blocks: i32, page_tokens: i32,"
     "n_head: i32, n_head_kv: i32, q_stride: i32, window: i32, gated: i32, by_sequence: i32, scale: f32"
 )
+_PREPARE_SIGNATURE = (
+    ", k: f32*, v: f32*, q_norm: f32*, k_norm: f32*, rope: f32*, q_norm_dim: i32, k_norm_dim: i32, n_rot: i32,"
+    "rope_first: i32, eps: f32"
+)
+_PREPARED = (None, None, None, None, None, 0, 0, 0, 0, 0.0)
+"""Those arguments where prepare_qkv has had its launch."""
 
 
 def unit_keys(n_head_kv: int) -> int:
@@ -109,19 +116,31 @@ def unit_keys(n_head_kv: int) -> int:
     return 256 if n_head_kv >= 4 else 128
 
 
+def has_fast_kernel(key_dim: int, value_dim: int, element: str, values_are_keys: bool) -> bool:
+    """Whether cuda_src/attention/paged_decode.cu can do the shape."""
+    return element != "f32" and not values_are_keys and max(key_dim, value_dim) <= 256
+
+
 @cache
 def decode_kernel(
-    key_dim: int, value_dim: int, heads: int, element: str, values_are_keys: bool, unit: int = 256, wide: bool = False
-) -> DecodeKernel:
-    """The tensor-core kernel where it can do the shape, else the one for everything. wide: eight warps a block."""
+    key_dim: int, value_dim: int, heads: int, element: str, values_are_keys: bool, unit: int = 256, wide: bool = False,
+    prepare: tuple[str, bool, bool] | None = None,
+) -> DecodeKernel:  # fmt: skip
+    """A decode kernel: on tensor cores where that can do the shape, else the one for everything. wide: eight
+    warps a block; prepare: (kind of norm, whether it comes last, adjacent pairs) of what has not been prepared.
+    """
     defines = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "GROUP": heads, "ELEMENT": ELEMENT_IDS[element]}
     size = 4 if element == "f32" else 2
-    if size == 2 and not values_are_keys and max(key_dim, value_dim) <= 256:
+    if has_fast_kernel(key_dim, value_dim, element, values_are_keys):
         warps, min_blocks = (4, 3) if max(key_dim, value_dim) <= 128 and heads <= 8 and not wide else (8, 1)
         if warps * heads * value_dim * 4 > _DECODE_VECTOR_BYTES:
             warps = 4
-        defines |= {"WARPS": warps, "MIN_BLOCKS": min_blocks, "UNIT": unit}
-        kernel = Kernel("attention/paged_decode.cu", "paged_decode", _DECODE_SIGNATURE, defines)
+        kind, last, adjacent = prepare or ("none", False, False)
+        defines |= {
+            "WARPS": warps, "MIN_BLOCKS": min_blocks, "UNIT": unit, "PREPARE": int(prepare is not None),
+            "NORM_KIND": NORM_IDS[kind], "NORM_LAST": int(last), "ADJACENT": int(adjacent),
+        }  # fmt: skip
+        kernel = Kernel("attention/paged_decode.cu", "paged_decode", _DECODE_SIGNATURE + _PREPARE_SIGNATURE, defines)
         return DecodeKernel(kernel, 32 * warps, 4 * warps * heads * value_dim)
     row_bytes = (key_dim + value_dim) * size
     tile = 64 if row_bytes <= 512 else 32 if row_bytes <= 1024 else 16
@@ -234,7 +253,9 @@ def prepare_qkv(
     step: Step,
     kv: KvLayer,
     rope_first: int = 0,
+    may_wait: bool = False,
 ) -> None:
+    """See Ops.prepare_qkv; `Attention.prepare_qkv` is where it may wait."""
     group = kv.group
     check_layout(group, kv.page_bytes, kv.layer_offset_bytes)
     kernel = append_kernel(
@@ -271,6 +292,8 @@ class Attention:
         self.deterministic, self.shared_bytes = deterministic, shared_bytes
         self.tile: PrefillTile | None = None
         """Overrides `prefill_tile`; for measurements."""
+        self._waiting: tuple[Any, ...] | None = None
+        """Arguments of a prepare_qkv that the next call does itself."""
         self._partials: Any = None
         self._outgrown: list[Any] = []
         self._arrivals: Any = None
@@ -284,6 +307,19 @@ class Attention:
             self._partials = cupy.empty(max(1, n_floats), cupy.float32)
         if self._arrivals is None:
             self._arrivals = cupy.zeros(2 * TARGET_BLOCKS, cupy.uint32)
+
+    def prepare_qkv(self, *arguments: Any, may_wait: bool = False, rope_first: int = 0) -> None:
+        """See Ops.prepare_qkv: with may_wait, steps of single tokens leave it to the decode kernel."""
+        norm_kind, step, kv = arguments[5], arguments[12], arguments[13]
+        group, alone = kv.group, step.host.n_tokens == step.host.n_seqs
+        fast = has_fast_kernel(group.key_dim, group.value_dim, group.element, group.value_dim == 0)
+        if may_wait and alone and fast and norm_kind != "vector" and env.fused_norms():
+            check_layout(group, kv.page_bytes, kv.layer_offset_bytes)
+            self._waiting = (*arguments, rope_first)
+        else:
+            self._waiting = None
+            launch: Any = prepare_qkv
+            launch(*arguments, rope_first)
 
     def __call__(
         self,
@@ -357,14 +393,23 @@ class Attention:
             )  # fmt: skip
             return
         wide = not self.deterministic and n_queries * grid_x <= FEW_BLOCKS
+        prepare, extra = None, _PREPARED
+        if self._waiting is not None:
+            _, k, v, q_norm, k_norm, kind, last, eps, rope, adjacent, *_, rope_first = self._waiting
+            self._waiting, prepare, n_rot = None, (kind, last, adjacent), 0 if rope is None else rope.shape[1]
+            dims = (_norm_dim(q_norm, kind, group), _norm_dim(k_norm, kind, group))
+            extra = (k, v, q_norm, k_norm, rope, *dims, n_rot, rope_first, eps)
+        fast = has_fast_kernel(group.key_dim, value_dim, group.element, group.value_dim == 0)
         chosen = decode_kernel(
-            group.key_dim, value_dim, heads, group.element, group.value_dim == 0, unit_keys(group.n_head_kv), wide
-        )
+            group.key_dim, value_dim, heads, group.element, group.value_dim == 0, unit_keys(group.n_head_kv), wide,
+            prepare,
+        )  # fmt: skip
         chosen.kernel(
             (grid_x, n_queries, splits),
             (chosen.n_threads,),
             (
                 *tokens, *where, self._partials, self._arrivals, out.f32, *act, page_bytes, *shape, by_sequence, scale,
+                *(extra if fast else ()),
             ),
             shared_bytes=chosen.shared_bytes,
         )  # fmt: skip

@@ -59,6 +59,7 @@ class CudaOps:
         self._staged = StagedBytes()
         self._uploader = Uploader(self.info.host_pointers)
         self.attention = attention.Attention(deterministic, self.info.max_shared_bytes)
+        self.prepare_qkv = self.attention.prepare_qkv
         self._attention_bytes = 0
         self.sample = Sampler()
         self.choose_experts = routing.Router()
@@ -108,6 +109,9 @@ class CudaOps:
 
     def fetch_aside(self, ids: Array, positions: Array, places: LayerPlaces) -> None:
         self._aside.fetch(ids, positions, places, self.stream)
+
+    def fetch_ahead(self, ids: Array, positions: Array, places: LayerPlaces) -> None:
+        self._aside.fetch(ids, positions, places, self.stream, foretells=True)
 
     def join_fetch(self) -> None:
         self._aside.join(self.stream)
@@ -237,7 +241,6 @@ class CudaOps:
     take_tokens = staticmethod(pointwise.take_tokens)
 
     # ---- attention and recurrent layers
-    prepare_qkv = staticmethod(attention.prepare_qkv)
     conv_update = staticmethod(recurrent.conv_update)
     delta_net = staticmethod(recurrent.delta_net)
     mamba2 = staticmethod(recurrent.mamba2)

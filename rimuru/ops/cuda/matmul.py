@@ -331,7 +331,9 @@ def _launch_gemv(x: Act, group: list[Job], finish: tuple[Any, ...]) -> None:
 
 
 def gemv_rows(n_rows: int, n_tokens: int) -> int:
-    """Rows that a lane works on at once: two reuse the activations; one gives few rows more warps."""
+    """Rows that a lane works on at once: several reuse the activations; one gives few rows more warps."""
+    if n_rows > 16384 and n_tokens == 1:
+        return 4
     return 2 if n_rows > 1024 or n_tokens > 64 else 1
 
 

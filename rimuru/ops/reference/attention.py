@@ -60,6 +60,7 @@ def prepare_qkv(
     step: Step,
     kv: KvLayer,
     rope_first: int = 0,
+    may_wait: bool = False,
 ) -> None:
     group = kv.group
     for token in range(len(q)):
