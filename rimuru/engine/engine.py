@@ -19,7 +19,7 @@ from rimuru.engine.branches import branch_points, mark_call
 from rimuru.engine.flight import Flight
 from rimuru.engine.rehearse import rehearsal_sequences, rehearse_decisions
 from rimuru.engine.runner import Runner
-from rimuru.engine.sampler import Sampler
+from rimuru.engine.sampler import NO_TOKEN, Sampler
 from rimuru.engine.scheduler import Scheduler
 from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.replay import RoutingReplay
@@ -32,6 +32,7 @@ from rimuru.request import SamplingParams, Sequence, TokenConstraint
 
 log = logging.getLogger(__name__)
 
+NO_NUMBERS = "the model's numbers are no longer finite: its file is damaged, or its metadata is wrong; fetch it again"
 WARM_UP_TOKENS = 40
 """Enough for the matrix kernels that only prompts use."""
 
@@ -237,6 +238,9 @@ class Engine:
         for sequence, token_id in zip(flight.sampling, token_ids, strict=True):
             sequence.n_pending -= 1
             if sequence.is_finished:
+                continue
+            if token_id == NO_TOKEN:
+                self._fail_step([item for item in flight.items if item.sequence is sequence], RimuruError(NO_NUMBERS))
                 continue
             sequence.append(int(token_id))
             mark_call(sequence, int(token_id), self.call_openers)

@@ -12,6 +12,9 @@ from rimuru.request import Sequence, TokenLogprob
 _EMPTY_IDS = np.empty(0, np.int32)
 _EMPTY_VALUES = np.empty(0, np.float32)
 
+NO_TOKEN = -1
+"""Stands for the first token of a request whose logits are no numbers."""
+
 
 def sample_params(sequences: list[Sequence]) -> SampleParams:
     """One row per sequence. Each draw comes from the sequence's own generator: one number per token, so that the
@@ -65,21 +68,32 @@ class Sampler:
         """Queue the choice of one token per row; the result waits for the ids int32 [R].
 
         Log-probabilities are appended to the sequences that want them, and waited for here. They are taken first,
-        because constraints and penalties may change the logits in place.
+        because constraints and penalties may change the logits in place. A request's first token is NO_TOKEN where its
+        logits are no finite numbers: one of them shows it, since the head mixes all of the hidden state into each.
         """
         if not sequences:
             return lambda: _EMPTY_IDS
+        firsts = [row for row, s in enumerate(sequences) if s.n_output + s.n_pending == 0]
+        probes = [(row, self.ops.fetch(logits[row : row + 1, :1])) for row in firsts]
         wanting = [(row, s) for row, s in enumerate(sequences) if s.params.want_logprobs or s.params.logprobs]
         rows = {row: self.ops.download(logits[row : row + 1])[0].copy() for row, _ in wanting}
         self._constrain(logits, sequences)
         self.ops.sample(logits, sample_params(sequences), self.ids[: len(sequences)])
         fetch = self.ops.fetch(self.ids[: len(sequences)])
-        if wanting:
+
+        def probed() -> np.ndarray:
             ids = fetch()
+            for row, probe in probes:
+                if not np.isfinite(probe()).all():
+                    ids[row] = NO_TOKEN
+            return ids
+
+        if wanting:
+            ids = probed()
             for row, sequence in wanting:
                 sequence.logprobs.append(token_logprob(rows[row], int(ids[row]), sequence.params.logprobs))
             return lambda: ids
-        return fetch
+        return probed
 
     def _constrain(self, logits: Array, sequences: list[Sequence]) -> None:
         """-inf for the tokens that a sequence's constraint forbids."""
