@@ -240,10 +240,11 @@ class ExpertRoom(CompactingRoom):
             self._refuse(f"request {seq_id} would need {wanted:.0f} pages, worth giving are {budget:.0f}")
         return False
 
-    def _is_target_old(self, n_wanted: int) -> bool:
-        """Whether the target is to be computed again, now that n_wanted requests run or wait."""
+    def _is_target_old(self, n_running: int, n_waiting: int) -> bool:
+        """Whether the target is to be computed again, now that so many requests run and wait."""
         age = self._n_steps - self._target_from
-        return age >= TARGET_STEPS or (n_wanted > self._target_for and age >= QUIET_STEPS)
+        is_urgent = n_waiting > 0 or n_running > self._target_for
+        return age >= TARGET_STEPS or (is_urgent and age >= QUIET_STEPS)
 
     def _set_target(self, n_running: int, n_waiting: int, n_promised_tokens: int) -> None:
         """Policy `cost`: how many experts should be absent, from what steps cost now."""
@@ -357,7 +358,7 @@ class ExpertRoom(CompactingRoom):
         assert self.store is not None
         is_short, self._is_short = self._is_short, False
         self._reuse_rate = reuse_rate
-        if self.policy == "cost" and self._is_target_old(n_running + n_waiting):
+        if self.policy == "cost" and self._is_target_old(n_running, n_waiting):
             self._set_target(n_running, n_waiting, promised_tokens())
             self._target_from, self._target_for = self._n_steps, n_running + n_waiting
         self._n_steps += 1

@@ -12,7 +12,7 @@ import pytest
 from rimuru.arch.shapes import shape_gguf
 from rimuru.base.errors import BadInputError, NotEnoughMemoryError
 from rimuru.cli import main
-from rimuru.simulate.cards import Card, card_named
+from rimuru.simulate.cards import Card, as_used, card_named
 from rimuru.simulate.model_cost import model_cost
 from rimuru.simulate.simulator import Settings, Simulation
 from rimuru.simulate.timing import StepLoad, TimeModel, Ways
@@ -249,3 +249,13 @@ def test_steps_can_be_looked_at_one_by_one(qwen) -> None:  # type: ignore[no-unt
     assert recorder.n_started == 3 and recorder.n_tokens == whole["output_tokens"]
     assert recorder.mean_first_s == pytest.approx(whole["ttft_s"]["mean"])
     assert recorder.used_bytes == pytest.approx(whole["bytes_moved_by_cause"]["used"], abs=1)
+
+
+def test_requests_that_wait_are_reckoned_with_soon() -> None:
+    """96 prompts at once, half of the experts: `cost` learns in the first steps that all of them together are best."""
+    gguf = shape_gguf("qwen3-30b-a3b", "q4_k_m")[0]
+    more = {"memory_bytes": int(14e9), "card": as_used(card_named("h200")), "profile_tokens": 0}
+    simulation = Simulation(gguf, settings(max_sequences=96, scratch_bytes=460_000_000, **more))
+    simulation.start([TraceRequest(0.0, 118, 3977)] * 96)
+    while len(simulation.scheduler.running) < 96:
+        assert simulation.now_s < 2.0 and simulation.step()
