@@ -54,7 +54,10 @@ RECURRENT = [
 KERNELS = [
     *pointwise.KERNELS, *sampling.KERNELS, *APPEND, *DECODE, *PREFILL, *RECURRENT,
     *(embed.embed_kernel(fmt.name) for fmt in ENGINE_FORMATS),
-    *(head_linear.head_linear_kernel(fmt.name, *((8, 8), (4, 1))[i % 2]) for i, fmt in enumerate(ENGINE_FORMATS)),
+    *(
+        head_linear.head_linear_kernel(fmt.name, *((8, 8), (4, 1), (4, 8, True))[i % 3])
+        for i, fmt in enumerate(ENGINE_FORMATS)
+    ),
 ]  # fmt: skip
 ONE_OF_EACH = [
     pointwise.KERNELS[0], pointwise.KERNELS[3], sampling.KERNELS[0], APPEND[1], DECODE[0], DECODE[-4], PREFILL[0],

@@ -253,6 +253,17 @@ def test_latent_attention(case: Case, ops: EmulatedFamilies) -> None:
     compare(case.run(ops, inputs), case.expected(inputs), 2e-5, case.tolerances)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("name", "n_in"), [("q8_0", 96), ("q4_k", 512), ("f16", 320)])
+def test_matrices_of_heads_do_not_depend_on_the_batch(name: str, n_in: int, ops: EmulatedFamilies) -> None:
+    """One token, several, and many, of which a thread has a whole row."""
+    many = mla_cases.head_linear_case(name, 21, 2, 32, n_in)
+    inputs = many.inputs()
+    together = many.run(ops, inputs)["out"]  # type: ignore[arg-type]
+    for n in (1, 9):
+        some = mla_cases.head_linear_case(name, n, 2, 32, n_in).run(ops, inputs | {"x": inputs["x"][:n]})  # type: ignore[arg-type]
+        assert np.array_equal(some["out"], together[:n])
+
+
 @pytest.mark.parametrize("case", RECURRENT, ids=lambda case: case.name)
 def test_recurrent(case: Case, ops: EmulatedFamilies) -> None:
     inputs = case.inputs()
