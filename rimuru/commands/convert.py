@@ -15,6 +15,7 @@ from rimuru.arch.registry import read_config, require_runnable
 from rimuru.arch.tensors import check_tensors
 from rimuru.base.errors import BadInputError
 from rimuru.commands.common import note
+from rimuru.formats.demo import DEMO_NAME, is_demo
 from rimuru.formats.gguf import check_formats, open_gguf
 from rimuru.memory.planner import plan_layout
 
@@ -42,7 +43,9 @@ def _import_package(folder: Path) -> ModuleType:
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Write the blob beside the model (or to -o) and say where."""
+    """Write the blob beside the model (or to -o; the packaged model's into this folder) and say where."""
+    if Path(args.model).suffix == ".rimuru" and Path(args.model).is_dir():
+        raise BadInputError(f"{args.model} has been converted already; run it, or convert the GGUF that it came from")
     with open_gguf(args.model) as gguf:
         config = read_config(gguf)
         require_runnable(config)
@@ -52,7 +55,8 @@ def convert(args: argparse.Namespace) -> int:
         if layout is None:
             raise BadInputError(f"{args.model} has no routed experts: there is nothing to convert")
         blobs = converter()
-        out = Path(args.output) if args.output else blobs.default_target(gguf)
+        beside = Path(f"{DEMO_NAME}.rimuru") if is_demo(args.model) else blobs.default_target(gguf)
+        out = Path(args.output) if args.output else beside
         hidden = args.quiet or not sys.stderr.isatty()
         with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="converting", disable=hidden) as bar:
 

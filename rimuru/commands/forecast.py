@@ -48,15 +48,18 @@ def before_loading(report: Mapping[str, Any], n_threads: int) -> dict[str, Any]:
     """For `rimuru inspect` on a CPU: tokens per second of one request if reading the weights from RAM were all the
     work, with every expert resident; the step's computing and experts that come from the file make it less.
 
-    Keys: bytes_per_token, memory_bytes_per_s, tokens_per_s.
+    Keys: bytes_per_token, memory_bytes_per_s, tokens_per_s (None where the memory holds no page of the pool).
     """
     n_bytes = sum(report["bytes_per_token"].values())
     rate = memory_read_rate(n_threads)
-    return {"bytes_per_token": n_bytes, "memory_bytes_per_s": rate, "tokens_per_s": rate / n_bytes if n_bytes else None}
+    runs = n_bytes > 0 and report["fits"]["huge_pages"] != 0
+    return {"bytes_per_token": n_bytes, "memory_bytes_per_s": rate, "tokens_per_s": rate / n_bytes if runs else None}
 
 
 def before_loading_text(forecast: Mapping[str, Any]) -> str:
     """One line of the report."""
+    if forecast["tokens_per_s"] is None:
+        return "  forecast    none: the model does not fit"
     return (
         f"  forecast    at most {forecast['tokens_per_s']:.3g} tokens per second for one request on this CPU "
         f"({human_bytes(forecast['bytes_per_token'])} per token, memory read at "

@@ -72,6 +72,9 @@ def test_unwritable_output(capsys: pytest.CaptureFixture[str], tiny_models: Path
     refused(capsys, ["convert", model, "-o", str(taken)], "taken")
     refused(capsys, ["convert", model, "-o", str(taken / "below")], "taken")
     refused(capsys, ["convert", model, "-o", "/proc/none/x.rimuru"], "/proc/none")
+    assert main(["convert", model, "-o", str(tmp_path / "done.rimuru"), "-q"]) == 0
+    capsys.readouterr()
+    refused(capsys, ["convert", str(tmp_path / "done.rimuru")], "converted already")
 
 
 @pytest.mark.parametrize(

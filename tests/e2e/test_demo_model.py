@@ -113,14 +113,18 @@ def test_perplexity_on_a_gpu(ids: list[int], options: dict[str, object]) -> None
     assert found == pytest.approx(PERPLEXITY, rel=0.01)
 
 
-def test_commands_know_its_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_commands_know_its_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["inspect", "demo", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["architecture"] == "qwen35moe"
     common = ["--device", "cpu", "--memory", "64MiB", "--quiet"]
     assert main(["run", "demo", "-p", "Once upon a time", "-n", "24", "--temp", "0", *common]) == 0
     text = capsys.readouterr().out
     assert len(text.split()) > 10 and text.isascii()
-    assert main(["convert", "demo", "-o", str(tmp_path / "demo.rimuru"), "--quiet"]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", "demo", "--quiet"]) == 0  # beside the user, not inside the installed package
+    assert not model_path("demo").with_suffix(".rimuru").exists()
     assert perplexity(tmp_path / "demo.rimuru", list(range(3, 300))) == perplexity("demo", list(range(3, 300)))
 
 

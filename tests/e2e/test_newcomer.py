@@ -146,3 +146,11 @@ def test_the_reason_for_the_cpu_is_told_once(model: Path) -> None:
     pytest.importorskip("fastapi")
     result = subprocess.run([sys.executable, "-c", talk, "serve", str(model)], capture_output=True, text=True)
     assert result.returncode == 0 and result.stderr.count("running on the CPU") <= 1, result.stderr
+
+
+def test_what_does_not_fit_gets_no_forecast(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    command = ["inspect", str(model), "--device", "cpu", "--memory"]
+    assert main([*command, "64KiB"]) == 0
+    assert "forecast    none: the model does not fit" in capsys.readouterr().out
+    assert main([*command, "64MiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["forecast"]["tokens_per_s"] > 0
