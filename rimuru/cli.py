@@ -144,11 +144,14 @@ def common_options() -> argparse.ArgumentParser:
     group.add_argument("--expert-offload-limit", type=int, metavar="N", help="most experts that may be non-resident")
     for name, what in (
         ("prefetch", "loading buffers, through which experts come that find no place in the pool (CUDA)"),
-        ("prediction", "bringing experts before a router has chosen them (`simulate` only: engines never do it)"),
         ("fill-on-read", "keeping experts that were read"),
         ("in-place", "reading experts where they lie in host memory (CUDA); they come in turns where buffers are few"),
     ):
         group.add_argument(f"--no-{name}", dest=name.replace("-", "_"), action="store_false", help=f"turn off {what}")
+    group.add_argument(
+        "--prediction", action=argparse.BooleanOptionalAction,
+        help="bring experts before a router has chosen them (CUDA; default: no, but in `simulate`)",
+    )  # fmt: skip
     group.add_argument(
         "--cpu-experts", action=argparse.BooleanOptionalAction, default=False,
         help="let the CPU compute a share of the missed experts, found by timing steps, none where that loses (CUDA)",

@@ -15,18 +15,13 @@ ResidencyName = Literal["auto", "hotset", "recency"]
 
 MAX_SEQUENCES = 4096
 
-IDLE_SWITCHES = {
-    "prediction": "engines bring no expert before a router has chosen it",
-}
-"""Switches that turn off what only `simulate`, or nothing yet, does; and why."""
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """User intent. Sizes are bytes or strings such as `8GiB`; None = decide for me.
 
     `resident_experts`: a whole number of experts, or a fraction in [0, 1] of all of them; fixes the expert cache.
     `swap`: host memory for requests that give way to others; on the CPU none unless given (it comes on top of memory).
+    `prediction`: missed experts of the next layer come early, as its router foretells them from this layer's input.
     `cpu_experts`: missed experts may be computed on the CPU, a share that is found by timing steps (CUDA).
     `max_step_tokens`: token budget of a step; `max_sequences`: how many requests run at once at most.
     """
@@ -48,7 +43,7 @@ class EngineConfig:
     max_sequences: int | None = None
     prefix_cache: bool = True
     prefetch: bool = True
-    prediction: bool = True
+    prediction: bool = False
     fill_on_read: bool = True
     in_place: bool = True
     cpu_experts: bool = False

@@ -22,6 +22,9 @@
 //
 //   copies: number of experts, then of each its home and its n_pages target pages, [1 + MAX_COMERS * (1 + buffer_pages)]
 //
+// Where `foretells`, the ids are what the layer's tokens will likely choose, before its turn: those who are missed come into
+// places (not into buffers, which are for a turn), and nothing is counted.
+//
 // moe_set_places (one warp): the host gives a layer's places other pages, new ones, or takes them away.
 
 #include "common/follow.cuh"
@@ -36,7 +39,7 @@
 
 enum { NOT_CONCERNED = 0, MISSED = 1, MAY_LEAVE = 2 };
 enum { BY_RECENCY = 0, ALL_COME = 1, MOST_FILLS = 2, MOST_BUFFERED = 3, DECAY = 4 };          // control; DECAY: a float
-enum { STEPS = 0, TOKENS = 1, ASKED = 2, HITS = 3, FILLS = 4, BUFFERED = 5, ARRIVALS = 7 };  // totals
+enum { STEPS = 0, TOKENS = 1, ASKED = 2, HITS = 3, FILLS = 4, BUFFERED = 5, FORETOLD = 6, ARRIVALS = 7 };  // totals
 
 struct FetchPlan {
     int chosen[MAX_EXPERTS];  // assignments of each expert
@@ -99,7 +102,8 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
               i64* copies,           // see above, or null = copy here
               bool* now,             // [n_experts], chosen and can be read now; like the next, with copies
               bool* later,           // [n_experts], chosen and can be read after the copies
-              int n_buffers, int buffer_pages, int n_tokens, int top_k, int n_experts, int n_pages, int page_bytes) {
+              int n_buffers, int buffer_pages, int n_tokens, int top_k, int n_experts, int n_pages, int page_bytes,
+              int foretells) {  // the ids are a forecast: bring into places what is missed, count nothing
     __shared__ FetchPlan plan;
     int thread = threadIdx.x;
     for (int e = thread; e < n_experts; e += FETCH_THREADS) plan.chosen[e] = 0;
@@ -128,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
         score[i] = scores[e], first_page[i] = pages[(i64)e * n_pages];
     }
     bool by_recency = control[BY_RECENCY] != 0, all_come = control[ALL_COME] != 0;
-    int may_fill = min(control[MOST_FILLS], MAX_COMERS), may_buffer = min(control[MOST_BUFFERED], n_buffers);
+    int may_fill = min(control[MOST_FILLS], MAX_COMERS), may_buffer = foretells ? 0 : min(control[MOST_BUFFERED], n_buffers);
     float decay_tokens = __int_as_float(control[DECAY]);
     int step = totals[STEPS] + 1;
     for (int i = thread; i < n_tokens * top_k; i += FETCH_THREADS) {
@@ -228,6 +232,10 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
         if (plan.victims[fill] >= 0) place_of[plan.victims[fill]] = -1;
         place_of[plan.comers[fill]] = plan.places[fill];
         holders[plan.places[fill]] = plan.comers[fill];
+    }
+    if (foretells) {  // loading buffers stay as they are: the layer's own turn gives them back
+        if (thread == 0 && n_fills > 0) atomicAdd((u32*)totals + FORETOLD, (u32)n_fills);
+        return;
     }
     if (somebody_comes) __syncthreads();
 #pragma unroll

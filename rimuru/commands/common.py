@@ -113,7 +113,7 @@ def config_keywords(args: argparse.Namespace) -> dict[str, Any]:
         "deterministic": args.deterministic,
         "seed": args.seed or 0,
         "prefetch": args.prefetch,
-        "prediction": args.prediction,
+        "prediction": bool(args.prediction),
         "fill_on_read": args.fill_on_read,
         "in_place": args.in_place,
         "cpu_experts": args.cpu_experts,

@@ -16,7 +16,7 @@ from rimuru.arch.spec import ModelConfig
 from rimuru.arch.tensors import check_tensors
 from rimuru.base.errors import BadInputError, FileFormatError, NotEnoughMemoryError
 from rimuru.base.units import ceil_div, human_bytes
-from rimuru.config import IDLE_SWITCHES, EngineConfig, parse_share
+from rimuru.config import EngineConfig, parse_share
 from rimuru.engine.branches import call_openers
 from rimuru.engine.engine import Engine
 from rimuru.engine.rehearse import rehearsal_batches
@@ -161,8 +161,6 @@ def load_model(path: Path, config: EngineConfig, progress: Progress | None = Non
 
 def _load(gguf: GgufFile, source: ExpertSource | None, config: EngineConfig, progress: Progress) -> LoadedModel:
     model = read_config(gguf, config.context)
-    for name in (name for name in IDLE_SWITCHES if not getattr(config, name)):
-        log.warning("%s turned off changes nothing: %s", name, IDLE_SWITCHES[name])
     device, device_bytes, why_cpu = backends.choose(config.device)
     if config.device == "auto" and not can_run(model.architecture, device) and can_run(model.architecture, "cpu"):
         why_cpu = f"running on the CPU: {model.architecture} models do not run on {device} yet"

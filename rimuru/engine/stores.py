@@ -97,6 +97,16 @@ class LateStore:
         assert self.store is not None
         return self.store.waves(layer_slot, ids, positions)
 
+    @property
+    def foresees(self) -> bool:
+        """See forward.context.ExpertReader."""
+        return isinstance(self.store, DeviceExpertStore) and self.store.foresees
+
+    def foresee(self, layer_slot: int, ids: Array, positions: Array) -> None:
+        """See forward.context.ExpertReader."""
+        assert isinstance(self.store, DeviceExpertStore)
+        self.store.foresee(layer_slot, ids, positions)
+
     def lend(self, layer_slot: int, x: Act, ids: Array, weights: Array, spec: MoeSpec) -> Any:
         """See forward.context.ExpertReader."""
         return None if self.cpu_experts is None else self.cpu_experts.lend(layer_slot, x, ids, weights, spec)
@@ -141,7 +151,7 @@ class StoreParts:
         store = DeviceExpertStore(
             layout, self.pool, ExpertView(self.pool), self.source, self.ops, self.copier(), self.biases, self.quotas,
             self.room.may_grow, n_ram_bytes, self.n_threads, config.residency, self.factors, config.fill_on_read,
-            n_buffers,
+            n_buffers, config.prediction,
         )  # fmt: skip
         outside_bytes = layout.n_pages * layout.page_bytes
         if not store.by_device:

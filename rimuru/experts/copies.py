@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from itertools import pairwise
 
@@ -49,6 +50,15 @@ def _parts(pool: PagePool, data: np.ndarray, pages: np.ndarray) -> list[tuple[in
     page_bytes, addresses = pool.layout.page_bytes("expert"), pool.addresses("expert", pages)
     edges = [0, *(np.flatnonzero(np.diff(addresses) != page_bytes) + 1).tolist(), len(addresses)]
     return [(int(addresses[first]), data[first * page_bytes : last * page_bytes]) for first, last in pairwise(edges)]
+
+
+def link_rate(copier: Copier, pool: PagePool, experts: list[tuple[np.ndarray, np.ndarray]]) -> float:
+    """Bytes per second of the link: these (bytes, pages int32 [n_pages]) are copied, and nothing else meanwhile."""
+    started = time.perf_counter()
+    for data, pages in experts:
+        copy_in(copier, pool, data, pages)
+    copier.wait()
+    return sum(data.nbytes for data, _ in experts) / max(time.perf_counter() - started, 1e-9)
 
 
 class Staging:

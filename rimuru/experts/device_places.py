@@ -8,11 +8,13 @@ exactly by waiting (`hear_now`).
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from rimuru.experts.host_arena import BLOCK_BYTES
+from rimuru.experts.residency import DECAY_TOKENS, Residency
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import ExpertLayout
 from rimuru.memory.views import ExpertView, moved_entries
@@ -37,6 +39,11 @@ log = logging.getLogger(__name__)
 
 BUFFER_SHARE = 32
 """Loading buffers take this part of the pool at most: they serve layers in which more is missed than finds a place."""
+SCORE_TOKENS = 40.0
+"""`auto`: a choice falls to 1/e in the score in so many tokens, times the root of the tokens that run together."""
+
+ALL_COME_TOKENS = 12.0
+"""`auto`: up to so many tokens in a step, everybody who is missed comes; beyond, only who is warmer than who leaves."""
 PLACE_BYTES = 8 + 6 * 4
 """Device bytes of an expert's state, besides its table entries."""
 
@@ -67,6 +74,19 @@ def n_loading_buffers(layout: ExpertLayout, pool_bytes: int, spare_bytes: int) -
         return 0
     affordable = min(pool_bytes // BUFFER_SHARE, spare_bytes // 4) // (layout.max_pages * layout.page_bytes)
     return max(0, min(affordable, MAX_COMERS, widest_layer(layout)))
+
+
+def rule_of(residency: Residency) -> tuple[bool, bool, float]:
+    """By recency, all come, decay in tokens (ops/places.py). `auto`: a score that forgets the sooner, the fewer tokens
+    run together, is as good as recency where a stream stays with its experts, and as a hot set where some are always
+    likelier."""
+    policy, n_tokens = residency.policy, residency.step_tokens
+    if policy == "recency":
+        return True, True, DECAY_TOKENS
+    if policy == "hotset":
+        return False, False, DECAY_TOKENS
+    decay_tokens = min(DECAY_TOKENS, SCORE_TOKENS * 2.0 ** (round(math.log2(max(1.0, n_tokens))) / 2.0))
+    return False, n_tokens <= ALL_COME_TOKENS, decay_tokens
 
 
 @dataclass(slots=True)

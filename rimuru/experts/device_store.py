@@ -17,8 +17,6 @@ Either way the device counts what its tokens choose, and what of it was resident
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,10 +26,10 @@ import numpy as np
 
 from rimuru.base.errors import AuditError
 from rimuru.base.units import human_bytes
-from rimuru.experts.copies import Staging, copy_home, copy_in
-from rimuru.experts.device_places import DevicePlaces, Heard, home_bytes, name_empty
+from rimuru.experts.copies import Staging, copy_home, copy_in, link_rate
+from rimuru.experts.device_places import DevicePlaces, Heard, home_bytes, name_empty, rule_of
 from rimuru.experts.host_arena import HostArena
-from rimuru.experts.residency import DECAY_TOKENS, ResidencyPolicy
+from rimuru.experts.residency import ResidencyPolicy
 from rimuru.experts.residents import ResidentSet
 from rimuru.experts.source import ExpertSource
 from rimuru.experts.store import MOST_COUNTED_TOKENS, StoreCounters
@@ -41,7 +39,7 @@ from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import ExpertLayout
 from rimuru.memory.views import ExpertView
 from rimuru.ops.base import Array, Copier, ExpertTable, Ops
-from rimuru.ops.places import ASKED, FILLS, HITS, STEPS, TOKENS
+from rimuru.ops.places import ASKED, FILLS, FORETOLD, HITS, STEPS, TOKENS
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +48,6 @@ N_STAGING = 16
 
 N_TIMED = 32
 """Experts that are copied to time the link."""
-
-SCORE_TOKENS = 40.0
-"""`auto`: a choice falls to 1/e in the score in so many tokens, times the root of the tokens that run together."""
-
-ALL_COME_TOKENS = 12.0
-"""`auto`: up to so many tokens in a step, everybody who is missed comes; beyond, only who is warmer than who leaves."""
 
 ASIDE_TOKENS = 5
 """From so many tokens in a step on, missed experts come while the others are computed. Fewer have few to compute
@@ -88,6 +80,7 @@ class DeviceExpertStore(ResidentSet):
         factors: list[dict[str, Array]] | None = None,
         fill_on_read: bool = True,
         n_buffers: int = 0,
+        foresees: bool = False,
     ) -> None:
         super().__init__(layout, pool, view, quotas, may_grow, False, residency)
         self.source, self.ops, self.copier, self.n_threads = source, ops, copier, n_threads
@@ -109,6 +102,7 @@ class DeviceExpertStore(ResidentSet):
         """Whether the running step counts, and brings in what it misses: not while every expert is resident."""
         self.helpers: list[Any] = []
         """What reads experts at home, and ends before they go."""
+        self._foresees, self._is_foretold = foresees and self.by_device, False
         self._n_empty = self._n_steps = self._n_noted = 0
         self._clock = StepClock()
         self._step_tokens = 1
@@ -142,6 +136,9 @@ class DeviceExpertStore(ResidentSet):
     def waves(self, layer_slot: int, ids: Array, positions: Array) -> Iterator[Wave]:
         """One wave: every expert can be read, wherever it lies. Or two: those that are there, while the others come."""
         table, places = self.tables[layer_slot], self.places.layers[layer_slot]
+        if self._is_foretold:
+            self.ops.join_fetch()
+            self._is_foretold = False
         if self.is_watching and self.by_device and len(ids) >= ASIDE_TOKENS:
             self.ops.fetch_aside(ids, positions, places)
             yield Wave(table, places.now)
@@ -151,6 +148,16 @@ class DeviceExpertStore(ResidentSet):
         if self.is_watching:
             self.ops.fetch_experts(ids, positions, places)
         yield Wave(table, None)
+
+    @property
+    def foresees(self) -> bool:
+        """See forward.context.ExpertReader."""
+        return self._foresees and self.is_watching
+
+    def foresee(self, layer_slot: int, ids: Array, positions: Array) -> None:
+        """See forward.context.ExpertReader."""
+        self.ops.fetch_ahead(ids, positions, self.places.layers[layer_slot])
+        self._is_foretold = True
 
     # ---- filling
     def preload(self, wanted: list[tuple[int, int]], progress: Callable[[int], None]) -> int:
@@ -212,16 +219,8 @@ class DeviceExpertStore(ResidentSet):
         self._time_link()
 
     def _set_control(self) -> None:
-        """Who comes and goes. `auto`: a score that forgets the sooner, the fewer tokens run together, is as good as
-        recency where a stream stays with its experts, and as a hot set where some are always likelier."""
-        policy, n_tokens = self.residency.policy, self.residency.step_tokens
-        by_recency, all_come, decay_tokens = False, False, DECAY_TOKENS
-        if policy == "recency":
-            by_recency = all_come = True
-        elif policy == "auto":
-            all_come = n_tokens <= ALL_COME_TOKENS
-            decay_tokens = min(DECAY_TOKENS, SCORE_TOKENS * 2.0 ** (round(math.log2(max(1.0, n_tokens))) / 2.0))
-        self.places.set_control(by_recency, all_come, decay_tokens, self.by_device)
+        """Who comes and goes."""
+        self.places.set_control(*rule_of(self.residency), self.by_device)
 
     def _time_link(self) -> None:
         """The link's rate: some residents are copied once more to where they lie. What a step waits for cannot hide."""
@@ -229,14 +228,9 @@ class DeviceExpertStore(ResidentSet):
         residents = [place for place in self._host if self.residency.resident[place]][:N_TIMED]
         if not residents:
             return
-        started = time.perf_counter()
-        for slot, expert in residents:
-            pages = self.view.pages(slot, expert)
-            assert pages is not None
-            copy_in(self.copier, self.pool, self._host[slot, expert], pages)
-        self.copier.wait()
-        n_bytes = sum(self._expert_bytes(slot) for slot, _ in residents)
-        self.rates.link_bytes_per_s = n_bytes / max(time.perf_counter() - started, 1e-9)
+        pages = [self.view.pages(slot, expert) for slot, expert in residents]
+        pairs = [(self._host[place], ids) for place, ids in zip(residents, pages, strict=True) if ids is not None]
+        self.rates.link_bytes_per_s = link_rate(self.copier, self.pool, pairs)
 
     def _expert_bytes(self, slot: int) -> int:
         return self.layout.layers[slot].n_pages * self.layout.page_bytes
@@ -368,7 +362,7 @@ class DeviceExpertStore(ResidentSet):
     def _note(self, heard: Heard) -> None:
         """Counters, warmth, and who is resident, from a report."""
         totals, counters = heard.new_totals, self.counters
-        missed = totals[:, ASKED] - totals[:, HITS]
+        missed = totals[:, ASKED] - totals[:, HITS] + totals[:, FORETOLD]
         useful = np.array([layer.useful_bytes for layer in self.layout.layers], np.int64)
         counters.n_asked += int(totals[:, ASKED].sum())
         counters.n_hits += int(totals[:, HITS].sum())

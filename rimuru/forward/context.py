@@ -39,6 +39,13 @@ class ExpertReader(Protocol):
         """Make the experts named in ids (int32 [T, k]) readable, in one or more turns. A turn's experts stay
         readable until the next one is asked for. Rows at position -1 (int32 [T]) are padding."""
 
+    @property
+    def foresees(self) -> bool:
+        """Whether forecasts of what the next layer's tokens will choose are of use."""
+
+    def foresee(self, layer_slot: int, ids: Array, positions: Array) -> None:
+        """What a layer's tokens will likely choose, before its turn; after the turn of the layer before."""
+
     def lend(self, layer_slot: int, x: Act, ids: Array, weights: Array, spec: MoeSpec) -> LentExperts | None:
         """Before `waves`: take experts that are computed elsewhere out of ids and weights [T, k]; None where all stay.
         x: the experts' input."""

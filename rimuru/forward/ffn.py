@@ -62,6 +62,8 @@ class MoeFfn:
         self.spec, self.ops, self.workspace, self.layer_slot = spec, build.ops, build.workspace, layer_slot
         assert build.experts is not None, "a model with experts needs an expert store"
         self.experts, self.tap = build.experts, build.tap
+        self.successor: MoeFfn | None = None
+        """The experts of the next layer that has some."""
         prefix, reader, d = f"blk.{index}.", build.reader, build.config.n_embd
         self.router = reader.matrix(prefix + "ffn_gate_inp.weight")
         self.router_bias = reader.required_vector(prefix + "ffn_gate_inp.bias") if spec.expert_bias else None
@@ -83,6 +85,8 @@ class MoeFfn:
         ws.need_array("router", spec.n_experts)
         ws.need_array("expert_ids", spec.top_k, np.int32)
         ws.need_array("expert_weights", spec.top_k)
+        ws.need_array("foretold_ids", spec.top_k, np.int32)
+        ws.need_array("foretold_weights", spec.top_k)
         ws.need_array("shared_gate", 1)
         ws.need_moe(spec, self.expert_width)
         if self.latent:
@@ -114,6 +118,19 @@ class MoeFfn:
                 gate = ws.vector("shared_gate", n)
                 ops.row_gate(a, self.shared_gate, gate)
             self.shared.forward(a, out, True, scale, step, gate)
+        if self.successor is not None and self.experts.foresees:
+            self._foresee(a, self.successor, step)
+
+    def _foresee(self, a: Act, successor: MoeFfn, step: Step) -> None:
+        """The next layer's router on this layer's input: most of what it names will be chosen there."""
+        n, spec = step.host.n_tokens, successor.spec
+        logits = self.workspace.array("router", n, spec.n_experts)
+        ids = self.workspace.array("foretold_ids", n, spec.top_k)
+        weights = self.workspace.array("foretold_weights", n, spec.top_k)
+        self.ops.choose_experts(
+            a, successor.router, successor.router_bias, logits, spec, successor.selection_bias, ids, weights
+        )
+        self.experts.foresee(successor.layer_slot, ids, step.positions)
 
     def _latent_input(self, a: Act, n: int) -> Act:
         """The experts' input in the latent space, as an activation of its own."""

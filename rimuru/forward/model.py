@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from rimuru.arch.spec import MoeSpec
 from rimuru.forward.context import BuildContext
+from rimuru.forward.ffn import MoeFfn
 from rimuru.forward.layer import Sublayer, build_layer
 from rimuru.ops.base import Array, Step
 
@@ -29,6 +32,9 @@ class Model:
         for spec in self.config.layers:
             self.layers += build_layer(spec, layer_slot, build)
             layer_slot += isinstance(spec.ffn, MoeSpec)
+        experts = [layer.part for layer in self.layers if isinstance(layer.part, MoeFfn)]
+        for part, successor in pairwise(experts):
+            part.successor = successor
         self._rows = self.ops.empty((max_logit_rows * d,), "float32")
         self._row_act = self.ops.act(max_logit_rows, d)
         self._logits = self.ops.empty((max_logit_rows, self.config.n_vocab), "float32")

@@ -16,9 +16,9 @@ from rimuru.memory.specs import ExpertLayerLayout
 from rimuru.ops.base import Array
 
 N_TOTALS = 8
-STEPS, TOKENS, ASKED, HITS, FILLS, BUFFERED = range(6)
+STEPS, TOKENS, ASKED, HITS, FILLS, BUFFERED, FORETOLD = range(7)
 """Fields of `totals`, since the start, modulo 2^32: calls, tokens, distinct experts asked for in each call, those of
-them that were in a place, that were brought into one, and into a buffer."""
+them that were in a place, that were brought into one, and into a buffer; experts brought into places by forecasts."""
 N_CONTROLS = 5
 BY_RECENCY, ALL_COME, MOST_FILLS, MOST_BUFFERED, DECAY = range(N_CONTROLS)
 """Fields of `control`: whether the longest unused leaves first (else the lowest score); whether everybody who is missed

@@ -24,6 +24,7 @@ from rimuru.ops.places import (
     BUFFERED,
     DECAY,
     FILLS,
+    FORETOLD,
     HITS,
     MAX_COMMANDS,
     N_TOTALS,
@@ -170,6 +171,42 @@ def test_the_step_is_the_twins(case: tuple[Any, ...], fetch: tuple[Any, Any]) ->
     totals = ours.layer.totals
     assert totals[HITS] <= totals[ASKED] and (totals[FILLS] > 0) == (case[1] > 0 and case[4] > 0)
     assert (totals[BUFFERED] > 0) == (len(case) > 5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forecasts_are_the_twins(case: tuple[Any, ...]) -> None:
+    """Before each turn some of its experts are foretold, and some that nobody chooses: they come, nothing is counted,
+    and buffers of the turn before are given back by the turn."""
+    ours, theirs = World(*case), World(*case)
+    rng = np.random.default_rng(6)
+    n_experts = case[0]
+    for step, n_tokens in enumerate((1, 3, 1, 12, 2)):
+        ids = np.array([rng.choice(n_experts, 4, replace=False) for _ in range(n_tokens)], np.int32)
+        positions = np.arange(n_tokens, dtype=np.int32)
+        foretold = ids.copy()
+        foretold[:, 3] = rng.integers(0, n_experts, n_tokens)
+        if n_tokens > 2:
+            positions[-1] = -1
+        before = [ours.layer.totals[:6].copy(), ours.layer.counts.copy(), ours.layer.scores.copy()]
+        was_buffered, was_resident = ours.layer.buffered.copy(), ours.layer.place_of >= 0
+        residency.plan_fetch(foretold.copy(), positions, ours.layer, foretells=True)
+        n_brought = int(ours.layer.copies[0])
+        residency.bring(ours.layer)
+        twin.fetch_ahead(foretold.copy(), positions, theirs.layer)
+        after = [ours.layer.totals[:6], ours.layer.counts, ours.layer.scores]
+        assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+        assert np.array_equal(ours.layer.buffered, was_buffered)
+        assert n_brought == int(((ours.layer.place_of >= 0) & ~was_resident).sum())
+        ours.layer.now[:], ours.layer.later[:] = theirs.layer.now, theirs.layer.later  # the twin leaves them
+        same_state(ours, theirs)
+        fetch_apart(ids.copy(), positions, ours.layer)
+        twin.fetch_aside(ids.copy(), positions, theirs.layer)
+        same_state(ours, theirs)
+        ours.check()
+        theirs.check()
+        assert ours.layer.totals[STEPS] == step + 1
+    assert (ours.layer.totals[FORETOLD] > 0) == (case[1] > 0 and case[4] > 0)
 
 
 @needs_compiler

@@ -20,6 +20,7 @@ SWITCHES: dict[str, dict[str, object]] = {
     "recency": {"residency": "recency"},
     "hot set": {"residency": "hotset"},
     "auto": {},
+    "forecasts": {"prediction": True},
     "no loading buffers": {"prefetch": False},
     "no loading buffers, recency": {"residency": "recency", "prefetch": False},
     "no fill on read": {"fill_on_read": False},

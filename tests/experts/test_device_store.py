@@ -16,6 +16,7 @@ from rimuru.engine.stores import may_read_in_place
 from rimuru.experts.device_places import home_bytes
 from rimuru.experts.device_store import ASIDE_TOKENS, DeviceExpertStore
 from rimuru.memory.views import ExpertView
+from rimuru.ops.places import FORETOLD, N_TOTALS
 from tools.make_random_gguf import write_random_model
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
@@ -35,7 +36,7 @@ def ram_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return DeviceExpertStore(
             layout, self.pool, ExpertView(self.pool), source, self.ops, self.ops.copier(), biases, self.quotas,
             room.may_grow, limit[0], 2, self.config.residency, factors, self.config.fill_on_read,
-            self.n_buffers if self.config.prefetch else 0,
+            self.n_buffers if self.config.prefetch else 0, self.config.prediction,
         )  # fmt: skip
 
     monkeypatch.setattr(build._Builder, "_make_store", make)
@@ -200,9 +201,19 @@ def test_when_nothing_need_be_read_in_place(model: Path) -> None:
         assert may_read_in_place(layout, EngineConfig(in_place=False, **{off: False}), None, widest, enough)
 
 
-def test_switches_that_nothing_depends_on_say_so(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with LLM(model, device="cpu", prediction=False):
-        pass
-    lines = [record.getMessage() for record in caplog.records]
-    idle = [line.split(":")[0] for line in lines if "changes nothing" in line]
-    assert idle == ["prediction turned off changes nothing"]
+def test_forecasts_bring_experts_early_and_change_no_answer(
+    model: Path, tiny: int, answers: list[list[int]], ram_bytes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is brought early is missed less; whoever was chosen is counted once."""
+    monkeypatch.setenv("RIMURU_POISON", "1")
+    monkeypatch.setenv("RIMURU_AUDIT", "1")
+    counted = []
+    for prediction in (False, True):
+        with open_tiny(model, tiny, resident_experts=0.2, prediction=prediction) as llm:
+            store = store_of(llm)
+            assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] == answers
+            store.catch_up()
+            foretold = llm.loaded.ops.download(store.places.arrays.totals).reshape(-1, N_TOTALS)[:, FORETOLD]
+            assert (foretold[1:] > 0).all() == prediction and foretold[0] == 0
+            counted.append((store.residency.n_chosen.copy(), store.counters.n_asked))
+    assert np.array_equal(counted[0][0], counted[1][0]) and counted[0][1] == counted[1][1]

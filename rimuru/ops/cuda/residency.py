@@ -20,7 +20,8 @@ fetch_kernel = Kernel(
     "ids: i32*, positions: i32*, addresses: i64*, homes: i64*, pages: i64*, holders: i32*, place_of: i32*,"
     "last_used: i32*, scores: f32*, counts: i32*, buffered: i32*, totals: i32*, control: i32*, buffers: i64*,"
     "copies: i64*, now: bool*, later: bool*,"
-    "n_buffers: i32, buffer_pages: i32, n_tokens: i32, top_k: i32, n_experts: i32, n_pages: i32, page_bytes: i32",
+    "n_buffers: i32, buffer_pages: i32, n_tokens: i32, top_k: i32, n_experts: i32, n_pages: i32, page_bytes: i32,"
+    "foretells: i32",
 )
 set_places_kernel = Kernel(
     "moe/residency.cu",
@@ -35,12 +36,12 @@ KERNELS = (fetch_kernel, set_places_kernel, bring_kernel, border_kernel)
 
 def fetch_experts(ids: Array, positions: Array, places: LayerPlaces) -> None:
     """See Ops.fetch_experts."""
-    _fetch(ids, positions, places, FETCH_BLOCKS, (None, None, None))
+    _fetch(ids, positions, places, FETCH_BLOCKS, (None, None, None), False)
 
 
-def plan_fetch(ids: Array, positions: Array, places: LayerPlaces) -> None:
-    """All but the copies of fetch_experts: they are listed in places.copies."""
-    _fetch(ids, positions, places, 1, (places.copies, places.now, places.later))
+def plan_fetch(ids: Array, positions: Array, places: LayerPlaces, foretells: bool = False) -> None:
+    """All but the copies of fetch_experts, or of fetch_ahead: they are listed in places.copies."""
+    _fetch(ids, positions, places, 1, (places.copies, places.now, places.later), foretells)
 
 
 def bring(places: LayerPlaces, stream: Any = None) -> None:
@@ -53,7 +54,9 @@ def bring(places: LayerPlaces, stream: Any = None) -> None:
     )
 
 
-def _fetch(ids: Array, positions: Array, places: LayerPlaces, n_blocks: int, outputs: tuple[Any, Any, Any]) -> None:
+def _fetch(
+    ids: Array, positions: Array, places: LayerPlaces, n_blocks: int, outputs: tuple[Any, Any, Any], foretells: bool
+) -> None:
     n_tokens, top_k = ids.shape
     layout = places.layout
     if layout.n_experts > MAX_EXPERTS or places.page_bytes % 16:
@@ -67,7 +70,7 @@ def _fetch(ids: Array, positions: Array, places: LayerPlaces, n_blocks: int, out
             ids, positions, places.addresses, places.homes, places.pages, places.holders, places.place_of,
             places.last_used, places.scores, places.counts, places.buffered, places.totals, places.control,
             places.buffers, *outputs, *places.buffers.shape, n_tokens, top_k, layout.n_experts, layout.n_pages,
-            places.page_bytes,
+            places.page_bytes, int(foretells),
         ),
     )  # fmt: skip
 
@@ -82,9 +85,9 @@ class Aside:
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._planned, self._brought = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
 
-    def fetch(self, ids: Array, positions: Array, places: LayerPlaces, stream: Any) -> None:
-        """See Ops.fetch_aside; `stream` is the computing one."""
-        plan_fetch(ids, positions, places)
+    def fetch(self, ids: Array, positions: Array, places: LayerPlaces, stream: Any, foretells: bool = False) -> None:
+        """See Ops.fetch_aside and fetch_ahead; `stream` is the computing one."""
+        plan_fetch(ids, positions, places, foretells)
         self._planned.record(stream)
         self._stream.wait_event(self._planned)
         bring(places, self._stream)

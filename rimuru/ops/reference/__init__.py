@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rimuru.arch.spec import MoeSpec
+from rimuru.arch.spec import DeltaNetSpec, MoeSpec
 from rimuru.batch import Batch
 from rimuru.formats.quants import QuantFormat
 from rimuru.memory.specs import KvGroupLayout
@@ -105,6 +105,9 @@ class ReferenceOps:
     def reserve_attention(self, n_head: int, group: KvGroupLayout, value_dim: int, max_queries: int) -> int:
         return 0
 
+    def reserve_delta_net(self, spec: DeltaNetSpec, max_tokens: int) -> int:
+        return 0
+
     def close(self) -> None:
         """Arrays are RAM."""
 
@@ -142,6 +145,7 @@ class ReferenceOps:
     moe_combine = staticmethod(moe.moe_combine)
     fetch_experts = staticmethod(residency.fetch_experts)
     fetch_aside = staticmethod(residency.fetch_aside)
+    fetch_ahead = staticmethod(residency.fetch_ahead)
     join_fetch = staticmethod(residency.join_fetch)
     set_places = staticmethod(residency.set_places)
     conv_update = staticmethod(recurrent.conv_update)

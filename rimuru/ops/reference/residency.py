@@ -14,6 +14,7 @@ from rimuru.ops.places import (
     COMMAND_FIELDS,
     DECAY,
     FILLS,
+    FORETOLD,
     HITS,
     MAX_COMERS,
     MOST_BUFFERED,
@@ -27,6 +28,15 @@ from rimuru.ops.places import (
 
 def fetch_experts(ids: Array, positions: Array, places: LayerPlaces) -> None:
     """See Ops.fetch_experts."""
+    _fetch(ids, positions, places, False)
+
+
+def fetch_ahead(ids: Array, positions: Array, places: LayerPlaces) -> None:
+    """See Ops.fetch_ahead; nothing runs beside anything here."""
+    _fetch(ids, positions, places, True)
+
+
+def _fetch(ids: Array, positions: Array, places: LayerPlaces, foretells: bool) -> None:
     n_experts, page_bytes = places.layout.n_experts, places.page_bytes
     valid = ids[positions >= 0]
     valid = valid[(valid >= 0) & (valid < n_experts)]
@@ -46,10 +56,11 @@ def fetch_experts(ids: Array, positions: Array, places: LayerPlaces) -> None:
     targets = [(int(place), -1) for place in empty] + [(int(places.place_of[v]), int(v)) for v in leaving]
     n_fills = 0
     own_pages = np.arange(places.layout.n_pages) * page_bytes
-    for e in np.flatnonzero(places.buffered):
-        if places.place_of[e] < 0:
-            places.addresses[e] = places.homes[e] + own_pages
-    places.buffered[:] = 0
+    if not foretells:
+        for e in np.flatnonzero(places.buffered):
+            if places.place_of[e] < 0:
+                places.addresses[e] = places.homes[e] + own_pages
+        places.buffered[:] = 0
     missed = missed[:MAX_COMERS]
     for comer, (place, victim) in zip(missed[: int(places.control[MOST_FILLS])], targets, strict=False):
         if victim >= 0 and not places.control[ALL_COME] and not scores[victim] < scores[comer]:
@@ -60,6 +71,9 @@ def fetch_experts(ids: Array, positions: Array, places: LayerPlaces) -> None:
             places.place_of[victim] = -1
         places.place_of[comer], places.holders[place] = place, comer
         n_fills += 1
+    if foretells:
+        places.totals[FORETOLD] += n_fills
+        return
     buffers = places.buffers[: int(places.control[MOST_BUFFERED]), : places.layout.n_pages]
     n_buffered = min(len(missed) - n_fills, len(buffers))
     for comer, pages in zip(missed[n_fills : n_fills + n_buffered], buffers, strict=False):
