@@ -27,6 +27,7 @@ _WHAT = {
     503: "Too little memory, too much coming in, no turn in time, or the server is ending",
     504: "The request took longer than it, or the server, allows",
 }
+_HEADERS = {401: ("WWW-Authenticate", "string"), 429: ("Retry-After", "integer"), 503: ("Retry-After", "integer")}
 _EVENT = {
     "type": "object",
     "properties": {"data": {"type": "string", "description": "One of OpenAI's chunks as JSON; the last is [DONE]"}},
@@ -109,6 +110,9 @@ def _responses(path: str) -> dict[str, Any]:
         responses["200"]["content"][_EVENTS] = {"schema": _EVENT}
     for status in sorted((*_ALWAYS, *told.errors)):
         responses[str(status)] = {"description": _WHAT[status], "content": _content(_JSON, replies.ErrorReply)}
+        if status in _HEADERS:
+            name, kind = _HEADERS[status]
+            responses[str(status)]["headers"] = {name: {"required": True, "schema": {"type": kind}}}
     if path == "/health":
         responses["503"] = {"description": "No requests are taken", "content": _content(_JSON, replies.NotReadyReply)}
     return responses
