@@ -32,6 +32,17 @@ def fused_norms() -> bool:
     return _flag("RIMURU_FUSED_NORMS", True)
 
 
+def delta_chunks() -> int:
+    """RIMURU_DELTA_CHUNKS: chunks of 64 tokens prepared together in DeltaNet layers on a GPU; 0: none."""
+    value = os.environ.get("RIMURU_DELTA_CHUNKS", "").strip()
+    return int(value) if value.isdigit() else 8
+
+
+def decode_clusters() -> bool:
+    """RIMURU_DECODE_CLUSTERS=1: blocks that share a context in decode are a cluster (to compare)."""
+    return _flag("RIMURU_DECODE_CLUSTERS", False)
+
+
 def poison_free_pages() -> bool:
     """RIMURU_POISON=1: fill pages with NaN patterns when they are released, so that stale reads show."""
     return _flag("RIMURU_POISON", False)

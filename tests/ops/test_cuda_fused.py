@@ -42,6 +42,32 @@ def test_attention_prepares_what_waited(ops: Any, case: Case) -> None:
     compare(got, case.expected(inputs), case.tolerance, case.tolerances)
 
 
+@pytest.mark.parametrize(
+    "contexts", [[1], [300], [576], [1100], [4000], [70, 900, 5, 2000], [40 * i + 1 for i in range(8)]]
+)
+def test_clusters_fold_alike(contexts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits folded through shared memory of a cluster, and through memory: the same bits, prepared or not."""
+    from rimuru.ops.cuda import CudaOps
+
+    ops = CudaOps()
+    if ops.info.capability < (9, 0):
+        pytest.skip("clusters need compute capability 9.0")
+    n = len(contexts)
+    for shape in (
+        waiting.QkvShape([1] * n, contexts, 32, 4, 128, 128, 72, "f16", "head", n_rot=128),
+        waiting.QkvShape([1] * n, contexts, 16, 2, 64, 64, 16, "bf16", "none", n_rot=64, gate=64),
+        waiting.QkvShape([1] * n, contexts, 10, 2, 96, 64, 72, "f16", "head", n_rot=32),
+    ):
+        case = waiting.waiting_case("in clusters", shape, sinks=True)
+        inputs = case.inputs()
+        for waits in (True, False):
+            found = []
+            for clusters in (True, False):
+                ops.attention.clusters = clusters
+                found.append(case.run(ops, inputs | {"waits": waits}))
+            assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_choice_does_not_depend_on_the_batch(ops: Any, waits: bool) -> None:
     """One to four tokens norm themselves, more do not, and from nine on blocks take two."""
