@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup_logging(args.log_level)
         if getattr(args, "model", None) == "":  # a path would take it for the current folder
             raise BadInputError("the model's name is empty")
-        if hasattr(args, "model") and args.command != "simulate.simulate":  # which has names of its own
+        if hasattr(args, "model") and args.command not in ("simulate.simulate", "inspect.inspect"):  # they plan more
             args.model = str(find_model(args.model))
         module, function = args.command.rsplit(".", 1)
         code = int(getattr(importlib.import_module(f"rimuru.commands.{module}"), function)(args))
@@ -217,7 +217,8 @@ def _add_convert(commands: argparse._SubParsersAction, parents: list[argparse.Ar
 
 def _add_inspect(commands: argparse._SubParsersAction, parents: list[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("inspect", parents=parents, help="what a model is, what fits, and how fast it will be")
-    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("model", metavar="MODEL", help="a file, or a published model such as qwen3-30b-a3b")
+    parser.add_argument("--quant", default="q4_k_m", metavar="Q", help="quantisation of a published model")
     _add_card(parser, None, "plan for rtx5090, rtx4090 or h200; default: the card that is here, measured")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(command="inspect.inspect")

@@ -57,6 +57,19 @@ def test_what_cannot_be_planned_is_one_line(moe: Path, capsys: pytest.CaptureFix
     assert "the model does not fit" in capsys.readouterr().out
 
 
+def test_a_published_model_needs_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--card", "rtx4090", "--memory", "14GB", "--json"]
+    resident = {}
+    for quant in ("q4_k_m", "q8_0"):
+        assert main(["inspect", "qwen3-30b-a3b", "--quant", quant, *options]) == 0
+        report = json.loads(capsys.readouterr().out)
+        resident[quant] = report["fits"]["resident_experts"]
+        assert report["fits"]["total_experts"] == 6144
+    assert 0 < resident["q8_0"] < resident["q4_k_m"] < 6144
+    assert main(["inspect", "qwen9-30b", *options]) == 2
+    assert "qwen3-30b-a3b" in capsys.readouterr().err
+
+
 def test_forecasts_follow_the_machine() -> None:
     """More memory, a faster link and a faster card each make it faster; what was measured is foretold to a third."""
     gguf, _ = shape_gguf("qwen3-30b-a3b", "q4_k_m")

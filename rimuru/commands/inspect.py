@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 
@@ -14,9 +13,9 @@ from rimuru.base.errors import BadInputError
 from rimuru.base.units import GIB, parse_bytes
 from rimuru.commands.common import print_json
 from rimuru.commands.forecast import before_loading, before_loading_text, on_card, on_card_text
+from rimuru.commands.planned import planned_model
 from rimuru.engine.build import ELEMENT_BYTES
 from rimuru.engine.resolve import AUTO_RAM_SHARE, CUDA_STEP_TOKENS, available_threads
-from rimuru.experts.source import open_model
 from rimuru.inspect import estimate_scratch_bytes, format_report, inspect_model
 from rimuru.simulate.cards import CARDS, RATES, Card, card_named
 
@@ -24,7 +23,8 @@ DEFAULT_CARD = "rtx5090"
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Print the plan for a model file, also for one that cannot run yet, or for a card that is not here."""
+    """Print the plan for a model file or a published model, also for one that cannot run yet, or for a card that is not
+    here."""
     rates = {name: getattr(args, name) for name in RATES}
     is_asked = args.card is not None or any(rate is not None for rate in rates.values())
     device, free_bytes = planned_device(args.device, is_asked)
@@ -37,8 +37,7 @@ def inspect(args: argparse.Namespace) -> int:
         )
     memory = parse_bytes(args.memory) if args.memory else int((free_bytes or 0) * AUTO_RAM_SHARE)
     element = ("f16" if device == "cuda" else "f32") if args.kv_type == "auto" else args.kv_type
-    gguf, source = open_model(Path(args.model))
-    try:
+    with planned_model(args.model, args.quant) as gguf:
         if device == "cuda":
             scratch = estimate_scratch_bytes(read_config(gguf), CUDA_STEP_TOKENS)
             report = inspect_model(gguf, ELEMENT_BYTES[element], memory, scratch)
@@ -50,10 +49,6 @@ def inspect(args: argparse.Namespace) -> int:
             report = inspect_model(gguf, ELEMENT_BYTES[element], memory)
             forecast = before_loading(report, args.threads or available_threads())
             text = before_loading_text(forecast)
-    finally:
-        if source is not None:
-            source.close()
-        gguf.close()
     if args.json:
         print_json({**report, "forecast": forecast})
     else:

@@ -6,15 +6,12 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from rimuru.arch.common import Gguf
-from rimuru.arch.shapes import shape_gguf, shape_names
 from rimuru.base.errors import BadInputError
 from rimuru.base.units import human_bytes, parse_bytes
 from rimuru.commands.common import print_json
+from rimuru.commands.planned import planned_model
 from rimuru.config import parse_share
 from rimuru.engine.build import ELEMENT_BYTES
-from rimuru.experts.source import open_model
-from rimuru.formats.demo import model_path
 from rimuru.simulate.cards import RATES, Card, card_named
 from rimuru.simulate.report import Result, write_plot
 from rimuru.simulate.simulator import Settings, Simulation
@@ -32,12 +29,9 @@ def simulate(args: argparse.Namespace) -> int:
             raise BadInputError(f"--{name.replace('_', '-')} must be more than 0")
     settings = settings_of(args)
     trace = read_trace(args.trace, args.requests, args.stretch, args.rate, args.seed or 0)
-    gguf, close = model_of(args.model, args.quant)
-    try:
+    with planned_model(args.model, args.quant) as gguf:
         simulation = Simulation(gguf, settings)
         result = simulation.run(trace)
-    finally:
-        close()
     layout = simulation.layout
     if args.plot:
         kinds = ("expert", "kv", "ssm", "conv")
@@ -47,23 +41,6 @@ def simulate(args: argparse.Namespace) -> int:
     else:
         print(format_result(result))
     return 0
-
-
-def model_of(name: str, quant: str):  # type: ignore[no-untyped-def]
-    """(model, what to call when done with it) of a built-in shape or of a file."""
-    if name.lower() in shape_names():
-        return shape_gguf(name, quant)[0], lambda: None
-    if not model_path(name).exists():
-        raise BadInputError(f"{name!r} is neither a file nor a built-in shape; shapes: {', '.join(shape_names())}")
-    gguf, source = open_model(Path(name))
-
-    def close() -> None:
-        if source is not None:
-            source.close()
-        gguf.close()
-
-    model: Gguf = gguf
-    return model, close
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
