@@ -42,10 +42,8 @@ def test_attention_prepares_what_waited(ops: Any, case: Case) -> None:
     compare(got, case.expected(inputs), case.tolerance, case.tolerances)
 
 
-@pytest.mark.parametrize(
-    "contexts", [[1], [300], [576], [1100], [4000], [70, 900, 5, 2000], [40 * i + 1 for i in range(8)]]
-)
-def test_clusters_fold_alike(contexts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("contexts", [[1], [576], [4000], [70, 900, 5, 2000], [200 * i + 1 for i in range(8)]])
+def test_clusters_fold_alike(contexts: list[int]) -> None:
     """Splits folded through shared memory of a cluster, and through memory: the same bits, prepared or not."""
     from rimuru.ops.cuda import CudaOps
 
@@ -56,7 +54,6 @@ def test_clusters_fold_alike(contexts: list[int], monkeypatch: pytest.MonkeyPatc
     for shape in (
         waiting.QkvShape([1] * n, contexts, 32, 4, 128, 128, 72, "f16", "head", n_rot=128),
         waiting.QkvShape([1] * n, contexts, 16, 2, 64, 64, 16, "bf16", "none", n_rot=64, gate=64),
-        waiting.QkvShape([1] * n, contexts, 10, 2, 96, 64, 72, "f16", "head", n_rot=32),
     ):
         case = waiting.waiting_case("in clusters", shape, sinks=True)
         inputs = case.inputs()
