@@ -79,7 +79,7 @@ class Soak:
 
     async def _client(self, client: httpx.AsyncClient, rng: random.Random) -> None:
         acts = (self._whole, self._whole, self._streamed, self._streamed, self._slow, self._leave, self._leave)
-        acts += (self._broken, self._too_much, self._sampled)
+        acts += (self._broken, self._too_much, self._sampled, self._structured)
         while time.monotonic() < self.end:
             act = rng.choice(acts)
             self.sent[act.__name__.strip("_")] += 1
@@ -160,6 +160,20 @@ class Soak:
         reply = await client.post("/v1/completions", json=body)
         if reply.status_code != 200 or "ab" in reply.json()["choices"][0]["text"]:
             self._fault(f"sampled: {reply.status_code} {reply.text[:200]}")
+
+    async def _structured(self, client: httpx.AsyncClient, rng: random.Random) -> None:
+        """A chat whose answer a grammar holds to a schema."""
+        wanted = {"kind": {"enum": ["a", "bc", "def"]}, "is_it": {"type": "boolean"}}
+        schema = {"type": "object", "properties": wanted, "required": list(wanted), "additionalProperties": False}
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        messages = [{"role": "user", "content": self.prompts[rng.randrange(N_PROMPTS)]}]
+        body = {"messages": messages, "response_format": form, "max_tokens": 200, "temperature": rng.choice([0, 1])}
+        reply = await client.post("/v1/chat/completions", json=body)
+        choice = reply.json()["choices"][0] if reply.status_code == 200 else None
+        if choice is None or (
+            choice["finish_reason"] == "stop" and json.loads(choice["message"]["content"]).keys() != wanted.keys()
+        ):
+            self._fault(f"structured: {reply.status_code} {reply.text[:300]}")
 
     async def _resizer(self, client: httpx.AsyncClient) -> None:
         """Shrinks and grows the pool. A size that cannot be had is an answer, not a fault."""
