@@ -136,9 +136,7 @@ class DeviceExpertStore(ResidentSet):
     def waves(self, layer_slot: int, ids: Array, positions: Array) -> Iterator[Wave]:
         """One wave: every expert can be read, wherever it lies. Or two: those that are there, while the others come."""
         table, places = self.tables[layer_slot], self.places.layers[layer_slot]
-        if self._is_foretold:
-            self.ops.join_fetch()
-            self._is_foretold = False
+        self._join_foretold()
         if self.is_watching and self.by_device and len(ids) >= ASIDE_TOKENS:
             self.ops.fetch_aside(ids, positions, places)
             yield Wave(table, places.now)
@@ -148,6 +146,11 @@ class DeviceExpertStore(ResidentSet):
         if self.is_watching:
             self.ops.fetch_experts(ids, positions, places)
         yield Wave(table, None)
+
+    def _join_foretold(self) -> None:
+        if self._is_foretold:
+            self.ops.join_fetch()
+            self._is_foretold = False
 
     @property
     def foresees(self) -> bool:
@@ -331,6 +334,7 @@ class DeviceExpertStore(ResidentSet):
     # ---- state
     def begin_step(self) -> None:
         """A new step starts: what was heard is noted, and what changed goes to the device."""
+        self._join_foretold()  # of a step that failed
         self._clock.tick()
         heard = self.places.hear()
         if heard is not None:
