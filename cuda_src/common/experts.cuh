@@ -54,7 +54,7 @@ __device__ __forceinline__ const u8* expert_row(const Projection& p, int expert,
 #endif
 }
 
-// A row of item g's expert: ask() while the item is not known yet, at() then. With -DITEM_PAGES=1 token_sort.cu has
+// A row of item g's expert: ask() when the item is asked for, at() when it is known. With -DITEM_PAGES=1 token_sort.cu has
 // copied the table's row of each item's expert: an item and its pages are read together, not one after the other. (A
 // plain load would not do: compilers move it behind the branch that waits for the item.)
 struct ItemRow {
@@ -97,13 +97,20 @@ struct Item {
     int expert;
     int first;
     int count;
+    bool exists;
 };
 
-// Where items come from: token_sort.cu's tables, or, where items is null, every assignment by itself. The down kernels
+// Where items come from: token_sort.cu's tables, or, with -DTOKEN_TILE=1, every assignment is one by itself. The down kernels
 // read all that, and the tables of pages, before follow_predecessor(): no kernel that comes right before them writes any
 // of it (that is gate_up, or the scaling of its results).
+#if defined(TOKEN_TILE) && TOKEN_TILE == 1
+#define SINGLE_ASSIGNMENTS true
+#else
+#define SINGLE_ASSIGNMENTS false
+#endif
+
 #define ITEM_PARAMETERS                                          \
-    const int4 *items,          /* [max items], or null */       \
+    const int4 *items,          /* [max items] */                \
         const i64 *item_pages,  /* [max items, n_pages] */       \
         const int *n_items,     /* [1] */                        \
         const int *order,       /* [T * top_k], assignments */   \
@@ -111,28 +118,25 @@ struct Item {
         const bool *active,     /* [n_experts], or null = all */ \
         int n_experts, int top_k
 
-// Item g into `item`; false where there is none or its expert cannot be read now.
-#define PICK_ITEM(item, g)                                                             \
-    (pick_item(items, n_items, ids, g, item) && (u32)(item).expert < (u32)n_experts && \
-     (active == nullptr || load_early(active + (item).expert)))
+// Whether there is that item and its expert can be read now.
+#define CAN_READ(item) \
+    ((item).exists && (u32)(item).expert < (u32)n_experts && (active == nullptr || load_early(active + (item).expert)))
 
-__device__ __forceinline__ bool pick_item(const int4* items, const int* n_items, const int* ids, int g, Item& item) {
-    if (items == nullptr) {
-        item = {load_early(ids + g), g, 1};
-        return true;
-    }
-    int n = load_early(n_items);
+#define ASK_ITEM(g) ask_item(items, n_items, ids, g)
+
+__device__ __forceinline__ Item ask_item(const int4* items, const int* n_items, const int* ids, int g) {
+    if (SINGLE_ASSIGNMENTS) return {load_early(ids + g), g, 1, true};
     int4 v = load_early(items + g);  // under way at the same time: the table has a place for every block of the grid
-    item = {v.x, v.y, v.z};
-    return g < n;
+    int n = load_early(n_items);
+    return {v.x, v.y, v.z, g < n};
 }
 
-__device__ __forceinline__ int item_assignment(const int4* items, const int* order, const Item& item, int i) {
-    return items == nullptr ? item.first + i : order[item.first + i];
+__device__ __forceinline__ int item_assignment(const int* order, const Item& item, int i) {
+    return SINGLE_ASSIGNMENTS ? item.first + i : order[item.first + i];
 }
 
-__device__ __forceinline__ int early_assignment(const int4* items, const int* order, const Item& item, int i) {
-    return items == nullptr ? item.first + i : load_early(order + item.first + i);
+__device__ __forceinline__ int early_assignment(const int* order, const Item& item, int i) {
+    return SINGLE_ASSIGNMENTS ? item.first + i : load_early(order + item.first + i);
 }
 
 // Whose products a thread of a tensor-core kernel holds: of N tiles of tokens the two columns token(j, c), j < N, c < 2. All
@@ -144,12 +148,11 @@ struct SumTokens {
 
     // scales: of an activation row, which `sharing` assignments have in common
     template <class Token>
-    __device__ __forceinline__ void ask(const int4* items, const int* order, const Item& item, const float* scales, int sharing,
-                                        Token token) {
+    __device__ __forceinline__ void ask(const int* order, const Item& item, const float* scales, int sharing, Token token) {
 #pragma unroll
         for (int j = 0; j < N; j++) {
 #pragma unroll
-            for (int c = 0; c < 2; c++) assignment[j][c] = item_assignment(items, order, item, min(token(j, c), item.count - 1));
+            for (int c = 0; c < 2; c++) assignment[j][c] = item_assignment(order, item, min(token(j, c), item.count - 1));
         }
 #pragma unroll
         for (int j = 0; j < N; j++) {

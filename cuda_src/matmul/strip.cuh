@@ -16,7 +16,9 @@
 
 #define STRIP_THREADS (32 * WARPS_N * WARPS_K)
 // Blocks that a multiprocessor must be able to hold: bounds the registers of a thread, see rows.cuh.
+#ifndef STRIP_RESIDENT
 #define STRIP_RESIDENT (STRIP_TOKENS == 8 ? 768 : 512)
+#endif
 #define STRIP_BLOCKS (STRIP_RESIDENT < STRIP_THREADS ? 1 : STRIP_RESIDENT / STRIP_THREADS)
 #define STEP_PIECES 8
 #define SPAN_HALVES 72

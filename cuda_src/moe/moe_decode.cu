@@ -61,6 +61,7 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
     int lane = threadIdx.x & 31, sub = lane % ROW_LANES;
     int local = ((threadIdx.x >> 5) * (32 / ROW_LANES) + lane / ROW_LANES) * LANE_ROWS;
     int first = blockIdx.x * 32 + local;
+    Item item = ASK_ITEM(blockIdx.y);
     ItemRow up_rows[LANE_ROWS], gate_rows[LANE_ROWS];
 #pragma unroll
     for (int r = 0; r < LANE_ROWS; r++) {
@@ -68,12 +69,11 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
         up_rows[r].ask(item_pages, up, blockIdx.y, n);
         if (GATED) gate_rows[r].ask(item_pages, gate, blockIdx.y, n);
     }
-    Item item;
-    if (!PICK_ITEM(item, blockIdx.y)) return;
+    if (!CAN_READ(item)) return;
     int tokens[TOKEN_TILE];
 #pragma unroll
     for (int t = 0; t < TOKEN_TILE; t++)
-        tokens[t] = item_assignment(items, order, item, min(t, item.count - 1)) / top_k;
+        tokens[t] = item_assignment(order, item, min(t, item.count - 1)) / top_k;
     const u8* rows[2 * LANE_ROWS];
 #pragma unroll
     for (int r = 0; r < LANE_ROWS; r++) {
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
     // Activation and 8-bit form: a warp a token, a lane a hidden row.
     int n = blockIdx.x * 32 + lane;
     for (int t = threadIdx.x >> 5; t < min(TOKEN_TILE, item.count); t += UP_THREADS / 32) {
-        i64 a = item_assignment(items, order, item, t);
+        i64 a = item_assignment(order, item, t);
         float v = 0.0f;
         if (n < n_hidden) {
             float u = finish_product(sums[t][1][lane], up_bias, item.expert, n_hidden, n);
@@ -134,17 +134,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
     int lane = threadIdx.x & 31, sub = lane % ROW_LANES;
     int group = ((int)blockIdx.x * BLOCK_WARPS + (threadIdx.x >> 5)) * (32 / ROW_LANES) + lane / ROW_LANES;
     int first = group * LANE_ROWS;
+    Item item = ASK_ITEM(blockIdx.y);
     ItemRow down_rows[LANE_ROWS];
 #pragma unroll
     for (int r = 0; r < LANE_ROWS; r++) down_rows[r].ask(item_pages, down, blockIdx.y, min(first + r, n_out - 1));
-    Item item;
-    if (!PICK_ITEM(item, blockIdx.y)) {
+    if (!CAN_READ(item)) {
         follow_predecessor();
         return;
     }
     int assignments[TOKEN_TILE];
 #pragma unroll
-    for (int t = 0; t < TOKEN_TILE; t++) assignments[t] = early_assignment(items, order, item, min(t, item.count - 1));
+    for (int t = 0; t < TOKEN_TILE; t++) assignments[t] = early_assignment(order, item, min(t, item.count - 1));
     const u8* rows[LANE_ROWS];
 #pragma unroll
     for (int r = 0; r < LANE_ROWS; r++)

@@ -37,18 +37,18 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
                   : (int)blockIdx.x * WARPS_N * 16 + strip_row();
     int n_upper = GATED ? n : n + 8;
     int first_row = min(n, n_hidden - 1), second_row = min(n_upper, n_hidden - 1);
+    Item item = ASK_ITEM(blockIdx.y);
     ItemRow rows[2];
     rows[0].ask(item_pages, GATED ? gate : up, blockIdx.y, first_row);
     rows[1].ask(item_pages, up, blockIdx.y, second_row);
-    Item item;
-    if (!PICK_ITEM(item, blockIdx.y)) return;
+    if (!CAN_READ(item)) return;
     const u8* lower = rows[0].at(GATED ? gate : up, item.expert, first_row);
     const u8* upper = rows[1].at(up, item.expert, second_row);
     StripSums sums;
-    auto x_row = [&](int i) { return item_assignment(items, order, item, i) / top_k; };
+    auto x_row = [&](int i) { return item_assignment(order, item, i) / top_k; };
     if (!strip_product<FORMAT_GATE, FORMAT_UP>(lower, upper, x, width, x_row, item.count, shared, sums)) return;
     SumTokens<TOKEN_TILES> tokens;
-    tokens.ask(items, order, item, x_scales, top_k, [](int j, int c) { return strip_token(j, c); });
+    tokens.ask(order, item, x_scales, top_k, [](int j, int c) { return strip_token(j, c); });
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) {
 #pragma unroll
@@ -87,11 +87,11 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     Projection down = {addresses, n_pages, first_page, rows_per_page, page_factor, row_bytes};
     int row = blockIdx.x * WARPS_N * 16 + strip_row();
     int first_row = min(row, n_out - 1), second_row = min(row + 8, n_out - 1);
+    Item item = ASK_ITEM(blockIdx.y);
     ItemRow rows[2];
     rows[0].ask(item_pages, down, blockIdx.y, first_row);
     rows[1].ask(item_pages, down, blockIdx.y, second_row);
-    Item item;
-    if (!PICK_ITEM(item, blockIdx.y)) {
+    if (!CAN_READ(item)) {
         follow_predecessor();
         return;
     }
@@ -99,10 +99,10 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     const u8* upper = rows[1].at(down, item.expert, second_row);
     follow_predecessor();
     StripSums sums;
-    auto x_row = [&](int i) { return item_assignment(items, order, item, i); };
+    auto x_row = [&](int i) { return item_assignment(order, item, i); };
     if (!strip_product<FORMAT_DOWN, FORMAT_DOWN>(lower, upper, hidden, n_hidden, x_row, item.count, shared, sums)) return;
     SumTokens<TOKEN_TILES> tokens;
-    tokens.ask(items, order, item, h_scales, 1, [](int j, int c) { return strip_token(j, c); });
+    tokens.ask(order, item, h_scales, 1, [](int j, int c) { return strip_token(j, c); });
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) {
 #pragma unroll

@@ -38,10 +38,10 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
                              is_up ? up_rows_per_page : gate_rows_per_page,
                              is_up ? up_page_factor : gate_page_factor, is_up ? up_row_bytes : gate_row_bytes};
     int mine = first + (GATED ? (row >> 4) * 8 + (row & 7) : row);
+    Item item = ASK_ITEM(blockIdx.y);
     ItemRow weight_row;
     weight_row.ask(item_pages, projection, blockIdx.y, min(mine, n_hidden - 1));
-    Item item;
-    if (!PICK_ITEM(item, blockIdx.y)) return;
+    if (!CAN_READ(item)) return;
     TileInput in;
     in.x = x;
     in.width = width;
@@ -49,12 +49,12 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
 #pragma unroll
     for (int i = 0; i < X_COPIES; i++) {
         int m = tile_x_row(i);
-        in.x_rows[i] = m < item.count ? item_assignment(items, order, item, m) / top_k : -1;
+        in.x_rows[i] = m < item.count ? item_assignment(order, item, m) / top_k : -1;
     }
     TileSums sums;
     if (!tile_product<FORMAT_GATE, FORMAT_UP>(in, shared, sums)) return;
     SumTokens<FRAGMENTS_M> tokens;
-    tokens.ask(items, order, item, x_scales, top_k, [](int j, int c) { return sum_token(j, c); });
+    tokens.ask(order, item, x_scales, top_k, [](int j, int c) { return sum_token(j, c); });
 #pragma unroll
     for (int j = 0; j < FRAGMENTS_M; j++) {
 #pragma unroll
@@ -99,10 +99,10 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
     extern __shared__ __align__(16) __half shared[];
     Projection down = {addresses, n_pages, first_page, rows_per_page, page_factor, row_bytes};
     int first = blockIdx.x * TILE_N, mine = first + tile_weight_row();
+    Item item = ASK_ITEM(blockIdx.y);
     ItemRow weight_row;
     weight_row.ask(item_pages, down, blockIdx.y, min(mine, n_out - 1));
-    Item item;
-    if (!PICK_ITEM(item, blockIdx.y)) {
+    if (!CAN_READ(item)) {
         follow_predecessor();
         return;
     }
@@ -113,14 +113,14 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
 #pragma unroll
     for (int i = 0; i < X_COPIES; i++) {
         int m = tile_x_row(i);
-        int a = early_assignment(items, order, item, min(m, item.count - 1));
+        int a = early_assignment(order, item, min(m, item.count - 1));
         in.x_rows[i] = m < item.count ? a : -1;
     }
     follow_predecessor();
     TileSums sums;
     if (!tile_product<FORMAT_DOWN, FORMAT_DOWN>(in, shared, sums)) return;
     SumTokens<FRAGMENTS_M> tokens;
-    tokens.ask(items, order, item, h_scales, 1, [](int j, int c) { return sum_token(j, c); });
+    tokens.ask(order, item, h_scales, 1, [](int j, int c) { return sum_token(j, c); });
 #pragma unroll
     for (int j = 0; j < FRAGMENTS_M; j++) {
 #pragma unroll

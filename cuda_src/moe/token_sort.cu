@@ -50,48 +50,43 @@ __device__ __forceinline__ void fetch_table_ahead(const i64* addresses, const i6
     if (!CONTIGUOUS_EXPERTS && item_pages != nullptr) fetch_ahead(addresses, (i64)sizeof(i64) * n_experts * n_pages);
 }
 
-// The table's row of expert threadIdx.x: its first pages are under way while the assignments are counted.
+// The pages of the experts, one a thread, on their way while the assignments are counted.
 struct PageList {
-    static constexpr int AHEAD = 8;
-    const i64* row;  // null: no lists are wanted
-    u64 first[AHEAD];
+    u64 first;
+    int n, n_pages;  // pages of all experts, 0 where no lists are wanted; of one
 
-    __device__ __forceinline__ void ask(const i64* addresses, const i64* item_pages, int n_pages, int n_experts) {
-        int expert = threadIdx.x;
-        bool wanted = !CONTIGUOUS_EXPERTS && item_pages != nullptr && expert < n_experts;
-        row = wanted ? addresses + expert * n_pages : nullptr;
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++) {
-            first[j] = 0;
-            if (row != nullptr && j < n_pages) first[j] = load_early(row + j);
-        }
+    __device__ __forceinline__ void ask(const i64* addresses, const i64* item_pages, int n_expert_pages, int n_experts) {
+        n = !CONTIGUOUS_EXPERTS && item_pages != nullptr ? n_experts * n_expert_pages : 0;
+        n_pages = n_expert_pages;
+        first = (int)threadIdx.x < n ? load_early(addresses + threadIdx.x) : 0;
     }
 
-    // Into the lists of `n` items one after the other.
-    __device__ __forceinline__ void copy(i64* to, int n, int n_pages) const {
-        for (int i = 0; i < n; i++, to += n_pages) {
-#pragma unroll
-            for (int j = 0; j < AHEAD; j++) {
-                if (j < n_pages) to[j] = (i64)first[j];
-            }
-            for (int j = AHEAD; j < n_pages; j++) to[j] = row[j];
+    // To every item of their expert: first_tile[e] .. first_tile[e] + n_tiles[e].
+    __device__ __forceinline__ void copy(const i64* addresses, const int* first_tile, const u16* n_tiles,
+                                         i64* item_pages) const {
+        for (int i = threadIdx.x; i < n; i += SORT_THREADS) {
+            int expert = i / n_pages, page = i - expert * n_pages;
+            i64 address = i < SORT_THREADS ? (i64)first : addresses[i];
+            i64* to = item_pages + (i64)first_tile[expert] * n_pages + page;
+            for (int left = n_tiles[expert]; left > 0; left--, to += n_pages) *to = address;
         }
     }
 };
 
-// From the number of assignments of expert threadIdx.x: its first place; writes its items and their pages.
+// From the number of assignments of expert threadIdx.x: its first place; writes its items, and where those are into
+// first_tile and n_tiles.
 __device__ __forceinline__ int plan_expert(int count, const bool* active, int n_experts, int item_tokens, int4* items,
-                                           int* n_items, const PageList& pages, i64* item_pages, int n_pages,
-                                           int* partial) {
-    int expert = threadIdx.x, n_places, n_tiles;
+                                           int* n_items, int* partial, int* first_tile, u16* n_tiles) {
+    int expert = threadIdx.x, n_places, n_all_tiles;
     int first = exclusive_scan(count, partial, n_places);
     bool readable = expert < n_experts && (active == nullptr || active[expert]);
     int tiles = readable ? (count + item_tokens - 1) / item_tokens : 0;
-    int at = exclusive_scan(tiles, partial, n_tiles);
+    int at = exclusive_scan(tiles, partial, n_all_tiles);
+    first_tile[expert] = at;
+    n_tiles[expert] = (u16)tiles;
     for (int i = 0; i < tiles; i++)
         items[at + i] = make_int4(expert, first + i * item_tokens, min(item_tokens, count - i * item_tokens), 0);
-    if (threadIdx.x == 0) *n_items = n_tiles;
-    if (pages.row != nullptr) pages.copy(item_pages + at * n_pages, tiles, n_pages);
+    if (threadIdx.x == 0) *n_items = n_all_tiles;
     return first;
 }
 
@@ -130,15 +125,16 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     PageList pages;
     pages.ask(addresses, item_pages, n_pages, n_experts);
     __shared__ __align__(16) u8 counts[32][MAX_EXPERTS];
-    __shared__ int partial[33], first[MAX_EXPERTS];
+    __shared__ int partial[33], first[MAX_EXPERTS], first_tile[MAX_EXPERTS];
+    __shared__ u16 n_tiles[MAX_EXPERTS];
     int expert = read_expert(ids, threadIdx.x, n, n_experts);
     int rank = count_in_warp(counts, expert, n_experts);
     int count = 0;
     for (int warp = 0; warp < (n + 31) / 32; warp++) count += counts[warp][threadIdx.x];
-    first[threadIdx.x] = plan_expert(count, active, n_experts, item_tokens, items, n_items, pages, item_pages, n_pages,
-                                     partial);
+    first[threadIdx.x] = plan_expert(count, active, n_experts, item_tokens, items, n_items, partial, first_tile, n_tiles);
     __syncthreads();
     if (expert < n_experts) order[first[expert] + rank_in_block(counts, expert, rank)] = threadIdx.x;
+    pages.copy(addresses, first_tile, n_tiles, item_pages);
 }
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
@@ -167,12 +163,13 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     follow_predecessor();
     PageList pages;
     pages.ask(addresses, item_pages, n_pages, n_experts);
-    __shared__ int partial[33];
+    __shared__ int partial[33], first_tile[MAX_EXPERTS];
+    __shared__ u16 n_tiles[MAX_EXPERTS];
     int expert = threadIdx.x, count = 0;
     if (expert < n_experts) {
         for (int b = 0; b < n_blocks; b++) count += block_counts[b * n_experts + expert];
     }
-    int place = plan_expert(count, active, n_experts, item_tokens, items, n_items, pages, item_pages, n_pages, partial);
+    int place = plan_expert(count, active, n_experts, item_tokens, items, n_items, partial, first_tile, n_tiles);
     if (expert < n_experts) {
         for (int b = 0; b < n_blocks; b++) {
             int here = block_counts[b * n_experts + expert];
@@ -180,6 +177,8 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
             place += here;
         }
     }
+    __syncthreads();
+    pages.copy(addresses, first_tile, n_tiles, item_pages);
 }
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)

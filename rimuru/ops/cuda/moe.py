@@ -32,6 +32,7 @@ from rimuru.ops.cuda.matmul import (
 )
 from rimuru.ops.cuda.moe_kernels import (
     DOWN_WARPS,
+    LEAN_FORMATS,
     down_kernel,
     down_matrix_kernel,
     down_matrix_shape,
@@ -43,11 +44,12 @@ from rimuru.ops.cuda.moe_kernels import (
 from rimuru.ops.cuda.pointwise import ACTIVATION_IDS
 from rimuru.ops.cuda.routing import route_kernel
 
-UNSORTED_TOKENS = 4
+UNSORTED_TOKENS = 12
 """Up to this many tokens every assignment is an item by itself: few experts are met twice, and no sort is needed."""
 
-MAX_DOT_LOAD = 1.0
-"""Up to this many assignments an expert on average, integer dot products are used."""
+MAX_DOT_LOAD = 1.5
+"""Up to this many assignments an expert on average, integer dot products are used. (Both measured on an H200 with 128
+experts of which 8 are chosen: tools/LOG.md.)"""
 
 _ITEM_PAGES = 16  # most pages of an expert that are listed with every item
 _MAX_SUM_SLOTS = 32  # experts of a token where down and the weighted sum are one kernel (moe/moe_decode.cu)
@@ -201,8 +203,8 @@ class _Left:
     def finish(self, weights: Array, out: Array, add: bool, scale: float) -> None:
         call, down, buffers = self.call, self.down, self.call.buffers
         (n_tokens, top_k), n_experts = self.ids.shape, call.table.layout.n_experts
-        lanes, rows = down_shape(down.n_in, 1)
-        kernel = down_sum_kernel(down.format.name, lanes, rows, top_k, call.scaled)
+        lanes, rows, resident = down_shape(down.format.name, down.n_in, 1, n_tokens)
+        kernel = down_sum_kernel(down.format.name, lanes, rows, resident, top_k, call.scaled)
         kernel(
             (ceil_div(down.n_rows, 32 // lanes * rows), n_tokens),
             (32 * int(kernel.defines["BLOCK_WARPS"]),),
@@ -249,10 +251,11 @@ def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: Projection
     """gate_up, and down where it is not left to the sum."""
     buffers, quant, gate = call.buffers, call.x.quant, call.projection("gate")
     gate_name = None if gate is None else gate.format.name
-    lanes, rows = up_shape(up.n_in, tile)
+    n_tokens = call.item_arguments[4].shape[0]
+    lanes, rows, resident = up_shape(tile, n_tokens)
     x_forms = (None, None, None) if quant is None else (quant.values, quant.scales, quant.sums)
     hidden_forms = (buffers.values, buffers.scales, buffers.sums)
-    up_kernel(gate_name, up.format.name, tile, lanes, rows, call.scaled, call.listed)(
+    up_kernel(gate_name, up.format.name, tile, lanes, rows, resident, call.scaled, call.listed)(
         (ceil_div(up.n_rows, ACT_BLOCK), call.max_items),
         (32 * lanes // rows,),
         (
@@ -262,22 +265,26 @@ def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: Projection
     )  # fmt: skip
     if buffers.left is not None:
         return
-    lanes, rows = down_shape(down.n_in, tile)
-    down_kernel(down.format.name, tile, lanes, rows, call.scaled, call.listed)(
+    lanes, rows, resident = down_shape(down.format.name, down.n_in, tile, n_tokens)
+    down_kernel(down.format.name, tile, lanes, rows, resident, call.scaled, call.listed)(
         (ceil_div(down.n_rows, DOWN_WARPS * (32 // lanes) * rows), call.max_items),
         (DOWN_WARPS * 32,),
         (buffers.hidden, *hidden_forms, down.n_in, *call.down_arguments(down)),
     )
 
 
-def up_shape(n_in: int, tile: int) -> tuple[int, int]:
-    """(lanes a row, hidden rows a lane) of the gate_up kernel; the lanes depend on the width only (order of sums)."""
-    return (8, 1) if tile <= 2 else (8, 2)
+def up_shape(tile: int, n_tokens: int) -> tuple[int, int, int]:
+    """(lanes a row, hidden rows a lane, resident threads) of gate_up; the lanes are always as many (order of sums)."""
+    if tile > 1:
+        return 8, 1 if tile == 2 else 2, 512
+    return (8, 1, 512 if n_tokens == 1 else 768) if n_tokens <= 4 else (8, 2, 512)
 
 
-def down_shape(n_in: int, tile: int) -> tuple[int, int]:
-    """(lanes a row, rows a lane) of the down kernel; the lanes depend on the width only (order of sums)."""
-    return row_lanes(n_in), 2
+def down_shape(format_name: str, n_in: int, tile: int, n_tokens: int) -> tuple[int, int, int]:
+    """(lanes a row, rows a lane, resident threads) of the down kernel; the lanes depend on the width only (order of
+    sums)."""
+    resident = 1024 if format_name in LEAN_FORMATS else 768
+    return row_lanes(n_in), 2, resident if tile == 1 and n_tokens > 1 else 512
 
 
 def _experts_on_tensor_cores(
@@ -324,12 +331,14 @@ def experts_kernels(
         else:
             tile = dot_tile(n_tokens, load)
             listed = lists and tile > 1
+            down_kind = down_shape(down.format.name, down.n_in, tile, n_tokens)
             pair = (
-                up_kernel(gate_name, up.format.name, tile, *up_shape(up.n_in, tile), scaled, listed),
-                down_kernel(down.format.name, tile, *down_shape(down.n_in, tile), scaled, listed),
+                up_kernel(gate_name, up.format.name, tile, *up_shape(tile, n_tokens), scaled, listed),
+                down_kernel(down.format.name, tile, *down_kind, scaled, listed),
             )
         if dot_tile(n_tokens, load) == 1:
-            kernel = down_sum_kernel(down.format.name, *down_shape(down.n_in, 1), spec.top_k, scaled)
+            down_kind = down_shape(down.format.name, down.n_in, 1, n_tokens)
+            kernel = down_sum_kernel(down.format.name, *down_kind, spec.top_k, scaled)
             found[id(kernel)] = kernel
         found |= {id(kernel): kernel for kernel in pair}
     return [*COMMON_KERNELS, route_kernel(layout.n_experts), *found.values()]

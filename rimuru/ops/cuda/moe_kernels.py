@@ -16,6 +16,9 @@ STRIP_WARPS = 8
 """Warps of a block of the strip kernels, 16 weight rows each."""
 
 DOWN_WARPS = 8
+LEAN_FORMATS = ("q6_k", "q4_0")
+"""Types whose down kernel of single assignments does with 64 registers, if it has to: a third more threads."""
+
 _ITEMS = "items: *, item_pages: i64*, n_items: i32*, order: i32*, ids: i32*, active: bool*, n_experts: i32, top_k: i32"
 _PAGES = "addresses: i64*, n_pages: i32"
 _UP_PAGES = (
@@ -30,10 +33,11 @@ _LISTED: tuple[dict[str, int | str], dict[str, int | str]] = ({}, {"ITEM_PAGES":
 
 @cache
 def up_kernel(
-    gate: str | None, up: str, tile: int, lanes: int, rows: int, scaled: bool = False, listed: bool = False
-) -> Kernel:
-    """gate_up for few tokens; gate None = no gate. scaled: the experts have factors. listed: every item has a list of
-    its expert's pages."""
+    gate: str | None, up: str, tile: int, lanes: int, rows: int, resident: int = 512, scaled: bool = False,
+    listed: bool = False,
+) -> Kernel:  # fmt: skip
+    """gate_up for few tokens; gate None = no gate. resident: threads that a multiprocessor must be able to hold.
+    scaled: the experts have factors. listed: every item has a list of its expert's pages."""
     signature = (
         f"x_f32: f32*, x_values: i8*, x_scales: f32*, x_sums: i32*, width: i32, {_ITEMS}, {_PAGES}, {_UP_PAGES},"
         "gate_bias: f32*, up_bias: f32*, hidden: f32*, act_values: i8*, act_scales: f32*, act_sums: i32*,"
@@ -41,26 +45,29 @@ def up_kernel(
     )
     defines: dict[str, int | str] = {
         "FORMAT_GATE": gate or up, "FORMAT_UP": up, "GATED": int(gate is not None), "TOKEN_TILE": tile,
-        "ROW_LANES": lanes, "LANE_ROWS": rows,
+        "ROW_LANES": lanes, "LANE_ROWS": rows, "RESIDENT_THREADS": resident,
     }  # fmt: skip
     return Kernel("moe/moe_decode.cu", "moe_gate_up", signature, defines | _SCALED[scaled] | _LISTED[listed])
 
 
 @cache
-def down_kernel(down: str, tile: int, lanes: int, rows: int, scaled: bool = False, listed: bool = False) -> Kernel:
-    """down for few tokens."""
+def down_kernel(
+    down: str, tile: int, lanes: int, rows: int, resident: int = 512, scaled: bool = False, listed: bool = False
+) -> Kernel:
+    """down for few tokens; the rest as in up_kernel."""
     signature = (
         f"h_f32: f32*, h_values: i8*, h_scales: f32*, h_sums: i32*, n_hidden: i32, {_ITEMS}, {_PAGES}, {_DOWN_PAGES},"
         "bias: f32*, out: f32*, n_out: i32"
     )
     defines: dict[str, int | str] = {
         "FORMAT_DOWN": down, "TOKEN_TILE": tile, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": DOWN_WARPS,
+        "RESIDENT_THREADS": resident,
     }  # fmt: skip
     return Kernel("moe/moe_decode.cu", "moe_down", signature, defines | _SCALED[scaled] | _LISTED[listed])
 
 
 @cache
-def down_sum_kernel(down: str, lanes: int, rows: int, top_k: int, scaled: bool = False) -> Kernel:
+def down_sum_kernel(down: str, lanes: int, rows: int, resident: int, top_k: int, scaled: bool = False) -> Kernel:
     """down and the weighted sum for few tokens, each assignment by itself; as many warps as have equally many slots."""
     warps = ceil_div(top_k, ceil_div(top_k, DOWN_WARPS))
     signature = (
@@ -69,6 +76,7 @@ def down_sum_kernel(down: str, lanes: int, rows: int, top_k: int, scaled: bool =
     )
     defines: dict[str, int | str] = {
         "FORMAT_DOWN": down, "TOKEN_TILE": 1, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": warps,
+        "RESIDENT_THREADS": resident,
     }  # fmt: skip
     return Kernel("moe/moe_decode.cu", "moe_down_sum", signature, defines | _SCALED[scaled])
 
@@ -89,9 +97,13 @@ class Shape:
     ahead: bool = False
     """Strips: packed weights are loaded a step ahead."""
 
+    resident: int = 512
+    """Strips: threads that a multiprocessor must be able to hold."""
+
     def defines(self) -> dict[str, int | str]:
         if self.family == "strip":
-            return strip_defines(self.tokens, self.rows // 16, self.warps_k, self.staged, self.ahead)
+            defines = strip_defines(self.tokens, self.rows // 16, self.warps_k, self.staged, self.ahead)
+            return defines | {"STRIP_RESIDENT": self.resident}
         return {"TILE_N": self.rows, "TILE_M": self.tokens}
 
     @property
@@ -118,7 +130,9 @@ def down_matrix_shape(load: float) -> Shape:
 def _matrix_shape(load: float, ahead: bool) -> Shape:
     if load <= MAX_STRIP_LOAD:
         tokens = 8 if load <= 6 else 16 if load <= 12 else 32
-        return Shape("strip", 16 * STRIP_WARPS, tokens, staged=True, ahead=ahead)
+        # Without loads ahead, more threads hide as much; measured for 8 tokens.
+        resident = 768 if tokens == 8 and not ahead else 512
+        return Shape("strip", 16 * STRIP_WARPS, tokens, staged=True, ahead=ahead, resident=resident)
     return Shape("tile", 128, 64 if load <= 80 else 128)
 
 
