@@ -32,13 +32,13 @@ __device__ __forceinline__ bool norm_has(int j, int i) {
 }
 
 // The norm's weights of the lane's columns. The compiler loads them after the wait, from the second-level cache.
-__device__ __forceinline__ void load_norm(float (&factor)[NORM_EACH][4], const float* weight) {
+__device__ __forceinline__ void load_norm(float (&factor)[NORM_EACH][4], const float* weights) {
 #pragma unroll
     for (int j = 0; j < NORM_EACH; j++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             factor[j][i] = 0.0f;
-            if (norm_has(j, i)) factor[j][i] = load_constant(weight + norm_column(j, i));
+            if (norm_has(j, i)) factor[j][i] = load_constant(weights + norm_column(j, i));
         }
 }
 

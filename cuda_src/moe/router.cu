@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32)
            float* normed,             // [T, width], or null where NORM_WIDTH is 0
            ACT_PARAMETERS,            // of normed
            const float* weight,       // [n_experts, width]
-           const float* weight_bias,  // [n_experts], or null
+           const float* biases,       // [n_experts], or null
            float weight_scale,
            float* logits,             // [T, n_experts]
            unsigned* arrivals,        // [gridDim.y], zero before and after
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32)
     if (lane == 0 && expert < n_experts) {
 #pragma unroll
         for (int t = 0; t < TOKEN_TILE; t++) {
-            float v = weight_scale * (weight_bias ? acc[0][t] + load_constant(weight_bias + expert) : acc[0][t]);
+            float v = weight_scale * (biases ? acc[0][t] + load_constant(biases + expert) : acc[0][t]);
             if (first_token + t < n_tokens) logits[(i64)(first_token + t) * n_experts + expert] = v;
         }
     }
