@@ -20,7 +20,7 @@ import numpy as np
 N_EXPAND_PER_STEP = 5
 HIDDEN_SHARE = 0.95
 """Of a step's compute behind which copies can hide at best."""
-RATE_SLACK = 0.05
+RATE_SLACK = 0.04
 """What a shorter step is worth: so much of the best rate."""
 GROUPS = 128
 """Experts of like warmth are reckoned with together, in so many groups."""
