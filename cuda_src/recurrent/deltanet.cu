@@ -3,12 +3,14 @@
 //   q, k: unit length (eps added to the sum of squares), q / sqrt(d);  beta = sigmoid(b);  g = exp(a softplus(alpha + dt_bias))
 //   S = g S;  e = beta (v - S^T k);  S += k e^T;  o = S^T q        for S [d_k, d_v], stored as [d_v][d_k] per value head
 //
-// delta_prepare  unit q and k in place, beta and exp(g) in place of the projections (grid: tokens; a warp a head)
+// delta_prepare  unit q and k in place, beta and exp(g) (or its logarithm) in place of the projections (grid: tokens; a warp a head)
 // delta_net      the recurrence (grid: n_value_heads * PARTS, sequences). Eight lanes share ROWS stored rows, each DIM / 8
 //                of their values, so that what comes from shared memory serves ROWS rows. Tokens go through shared memory in
 //                chunks, copied while the chunk before is worked on; the next token's q and k are in registers before this
 //                one's sums are. The dot product with q is no part of the chain from token to token.
-//                raw: the inputs are as the convolution left them, and blocks prepare them for themselves (single tokens).
+//                form RAW: the inputs are as the convolution left them, and blocks prepare them for themselves (single
+//                tokens); WITH_LOGS: as delta_prepare leaves them for delta_chunks.cu, which does the sequences of `limit`
+//                tokens and more of this step.
 //
 // -D  DIM (head dim, multiple of 8);  TILED 0: key head h / (Hv / Hk), 1: h % Hk
 // Bytes moved: the state once in and out, q and k of the head once a part.
@@ -26,6 +28,8 @@
 #define PARTS ((DIM + ROWS_A_BLOCK - 1) / ROWS_A_BLOCK)  // blocks that share a head's rows
 #define CHUNK 16
 
+enum { PREPARED = 0, RAW = 1, WITH_LOGS = 2 };  // as in ops/cuda/recurrent.py
+
 struct Chunk {
     float q[CHUNK][DIM], k[CHUNK][DIM], v[CHUNK][ROWS_A_BLOCK];
     float beta[CHUNK], decay[CHUNK];
@@ -36,7 +40,7 @@ extern "C" __global__ void delta_prepare(float* qkv,            // [T, (2 Hk + H
                                          float* alpha,          // [T, Hv]
                                          const float* a,        // [Hv]
                                          const float* dt_bias,  // [Hv]
-                                         int n_key_heads, int n_value_heads, float eps) {
+                                         int n_key_heads, int n_value_heads, float eps, int as_logs) {
     follow_predecessor();
     long long token = blockIdx.x;
     int lane = threadIdx.x & 31;
@@ -56,7 +60,8 @@ extern "C" __global__ void delta_prepare(float* qkv,            // [T, (2 Hk + H
     for (int head = threadIdx.x; head < n_value_heads; head += blockDim.x) {
         long long at = token * n_value_heads + head;
         beta[at] = sigmoid(beta[at]);
-        alpha[at] = expf(a[head] * softplus(alpha[at] + dt_bias[head]));
+        float log_decay = a[head] * softplus(alpha[at] + dt_bias[head]);
+        alpha[at] = as_logs ? log_decay : expf(log_decay);
     }
 }
 
@@ -100,21 +105,21 @@ __device__ __forceinline__ void prepare_chunk(Chunk& chunk, int n, float a, floa
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    delta_net(const float* qkv,    // [T, (2 Hk + Hv) DIM], q and k as delta_prepare left them, or raw
+    delta_net(const float* qkv,    // [T, (2 Hk + Hv) DIM], q and k as delta_prepare left them, or RAW
               const float* beta,   // [T, Hv]
-              const float* decay,  // [T, Hv]: exp(g), or alpha where raw
-              const float* a,        // [Hv], used where raw
-              const float* dt_bias,  // [Hv], used where raw
+              const float* decay,  // [T, Hv]: exp(g), or what `form` says
+              const float* a,        // [Hv], used where RAW
+              const float* dt_bias,  // [Hv], used where RAW
               float* out,          // [T, Hv * DIM]
               char* pool, const int* pages,  // [S, columns]
               const bool* fresh,             // [S]
               const int* query_start,        // [S + 1]
-              long long page_bytes, int columns, int column, int n_key_heads, int n_value_heads, int raw, float eps) {
+              long long page_bytes, int columns, int column, int n_key_heads, int n_value_heads, int form, float eps, int limit) {
     follow_predecessor();
     __shared__ __align__(16) Chunk chunks[2];
     int seq = blockIdx.y, start = query_start[seq], n_tokens = query_start[seq + 1] - start;
     float* page = state_page(pool, page_bytes, pages, columns, seq, column);
-    if (!page || n_tokens <= 0) return;
+    if (!page || n_tokens <= 0 || n_tokens >= limit) return;
     int head = blockIdx.x / PARTS, first_row = blockIdx.x % PARTS * ROWS_A_BLOCK;
     int key_head = TILED ? head % n_key_heads : head / (n_value_heads / n_key_heads);
     Source from;
@@ -149,8 +154,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             wait_copies<0>();
         }
         __syncthreads();
-        if (raw) {
-            prepare_chunk(chunk, n, a[head], dt_bias[head], eps);
+        if (form != PREPARED) {
+            if (form == RAW) prepare_chunk(chunk, n, a[head], dt_bias[head], eps);
+            else if (threadIdx.x < n) chunk.decay[threadIdx.x] = expf(chunk.decay[threadIdx.x]);
             __syncthreads();
         }
         float k[EACH], q[EACH];

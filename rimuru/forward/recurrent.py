@@ -35,6 +35,7 @@ class DeltaNet:
         ):
             self.workspace.need_array(name, width)
         self.workspace.need_act("mixed", self.value_width)
+        self.workspace.fixed_bytes += self.ops.reserve_delta_net(spec, self.workspace.max_tokens)
 
     def _input_projections(self, prefix: str, build: BuildContext) -> tuple[Weight, Weight]:
         """attn_qkv and attn_gate, or their rows picked out of the older ssm_in (per key head: q, k, v, z)."""

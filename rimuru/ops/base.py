@@ -237,6 +237,9 @@ class Ops(Protocol):
     def reserve_attention(self, n_head: int, group: KvGroupLayout, value_dim: int, max_queries: int) -> int:
         """Make the scratch that attention of this shape needs for up to max_queries queries; its new bytes."""
 
+    def reserve_delta_net(self, spec: DeltaNetSpec, max_tokens: int) -> int:
+        """Make the scratch that delta_net of this shape needs for pieces of up to max_tokens tokens; its new bytes."""
+
     def synchronize(self) -> None:
         """Wait until all queued work is done."""
 

@@ -76,7 +76,7 @@ ATTENTION = [
 RECURRENT = [
     *[
         recurrent.delta_case(f"16/32 heads of 128, {label}", tokens, DeltaNetSpec(16, 32, 128, 4, "tiled"), "model")
-        for label, tokens in (("32 steps", _STEP), ("512 tokens", _PIECE))
+        for label, tokens in (("32 steps", _STEP), ("512 tokens", _PIECE), ("4096 tokens", Tokens([4096], [4096])))
     ],
     *[
         recurrent.mamba2_case(f"128 heads of 64, {label}", tokens, Mamba2Spec(8192, 128, 128, 1, 4), "model")

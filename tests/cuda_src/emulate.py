@@ -22,7 +22,7 @@ from rimuru.ops.cuda.loader import flatten
 HERE = Path(__file__).resolve().parent
 IN_PTX = (
     "shared_address", "copy_async16", "copy_async_float", "commit_copies", "wait_copies", "load_matrices",
-    "load_matrices_transposed", "multiply_add", "transpose_matrix",
+    "load_matrices_transposed", "multiply_add", "multiply_add_tf32", "transpose_matrix",
 )  # fmt: skip
 """Functions of the sources that are written in PTX; host_device.hpp has their meaning."""
 

@@ -307,6 +307,20 @@ static inline void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned 
     }
 }
 
+static inline void multiply_add_tf32(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    uint64_t words[3] = {a[0] | (uint64_t)a[1] << 32, a[2] | (uint64_t)a[3] << 32, b0 | (uint64_t)b1 << 32};
+    auto all = exchange(words, 3);
+    int lane = current % 32;
+    auto value_at = [&](int from, int reg) {  // only the upper 19 bits count
+        return __uint_as_float((unsigned)(all[from][reg / 2] >> (32 * (reg % 2))) & 0xffffe000u);
+    };
+    for (int i = 0; i < 4; i++) {
+        int row = lane / 4 + (i & 2) * 4, column = 2 * (lane % 4) + (i & 1);
+        for (int k = 0; k < 8; k++)
+            c[i] += value_at(row % 8 * 4 + k % 4, row / 8 + k / 4 * 2) * value_at(column * 4 + k % 4, 4 + k / 4);
+    }
+}
+
 static inline void copy_async_float(float* shared, const float* global) { *shared = *global; }
 template <class E>
 static inline void load_matrices_transposed(unsigned (&r)[4], const E* row) {

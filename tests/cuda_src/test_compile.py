@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rimuru.formats.quants import ENGINE_FORMATS
-from rimuru.ops.cuda import attention, embed, head_linear, latent, loader, pointwise, recurrent, sampling
+from rimuru.ops.cuda import attention, delta_chunks, embed, head_linear, latent, loader, pointwise, recurrent, sampling
 from rimuru.ops.cuda.launch import Kernel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -50,6 +50,7 @@ RECURRENT = [
     *recurrent.conv_kernels(4).values(), *recurrent.conv_kernels(3).values(),
     *recurrent.delta_net_kernels(128, "tiled"), *recurrent.delta_net_kernels(16, "grouped"),
     recurrent.mamba2_kernel(128, 64), recurrent.mamba2_kernel(16, 8), recurrent.mamba1_kernel(16),
+    *delta_chunks.chunk_kernels(128, "tiled"), *delta_chunks.chunk_kernels(64, "grouped"),
 ]  # fmt: skip
 KERNELS = [
     *pointwise.KERNELS, *sampling.KERNELS, *APPEND, *DECODE, *PREFILL, *RECURRENT,

@@ -56,6 +56,45 @@ def test_pieces_and_batches_change_no_bit(verb: Recurrent, ops: Any) -> None:
         assert np.array_equal(result["pool"], expected["pool"]), name
 
 
+CHUNKED = (
+    delta_case("long and short", Tokens([1100, 5, 64, 700], [1100, 9, 64, 900]), DeltaNetSpec(4, 8, 128, 4, "tiled")),
+    delta_case("long, 64 dims", Tokens([1000, 129, 512], [1300, 129, 512]), DeltaNetSpec(2, 4, 64, 4, "grouped")),
+    delta_case("all heads", Tokens([513], [600]), DeltaNetSpec(16, 32, 128, 4, "tiled")),
+)
+
+
+@pytest.mark.parametrize("gates", [1.0, 1e-3, 30.0])
+@pytest.mark.parametrize("case", CHUNKED, ids=lambda case: case.name)
+def test_long_pieces_go_by_chunks(case: Case, gates: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the tolerance of the token-by-token kernel, whose result a deterministic backend and the switch keep."""
+    from rimuru.ops.cuda import CudaOps, delta_chunks
+
+    inputs: dict[str, Any] = dict(case.inputs())
+    inputs["a"] = inputs["a"] * np.float32(gates)
+    runs: list[list[int]] = []
+    run = delta_chunks.DeltaChunks.run
+
+    def note(chunks: delta_chunks.DeltaChunks, seqs: list[int], *more: Any) -> None:
+        runs.append(seqs)
+        run(chunks, seqs, *more)
+
+    monkeypatch.setattr(delta_chunks.DeltaChunks, "run", note)
+    monkeypatch.setenv("RIMURU_DELTA_CHUNKS", "8")
+    want, found = case.expected(inputs), case.run(CudaOps(), inputs)
+    n_new = np.diff(inputs["batch"].query_start)
+    assert runs == [np.flatnonzero(n_new >= delta_chunks.MIN_TOKENS).tolist()]
+    compare(found, want, 3e-5)
+    again, fixed = case.run(CudaOps(), inputs), case.run(CudaOps(deterministic=True), inputs)
+    monkeypatch.setenv("RIMURU_DELTA_CHUNKS", "3")
+    other = case.run(CudaOps(), inputs)
+    monkeypatch.setenv("RIMURU_DELTA_CHUNKS", "0")
+    by_token = case.run(CudaOps(), inputs)
+    assert len(runs) == 3
+    for name in want:
+        assert np.array_equal(again[name], found[name]) and np.array_equal(other[name], found[name]), name
+        assert np.array_equal(fixed[name], by_token[name]) and not np.array_equal(fixed[name], found[name]), name
+
+
 def test_padding_rows(ops: Any) -> None:
     """Sequences without pages leave the states of the others as they are, and outputs too."""
     rng = np.random.default_rng(0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import cupy
 import numpy as np
 
-from rimuru.arch.spec import MoeSpec
+from rimuru.arch.spec import DeltaNetSpec, MoeSpec
 from rimuru.batch import Batch
 from rimuru.formats.quants import QuantFormat
 from rimuru.memory.specs import KvGroupLayout
@@ -27,6 +28,7 @@ from rimuru.ops.cuda import (
     routing,
 )
 from rimuru.ops.cuda.copier import CudaCopier
+from rimuru.ops.cuda.delta_chunks import DeltaChunks
 from rimuru.ops.cuda.device import DeviceInfo, StagedBytes
 from rimuru.ops.cuda.graphs import DecodeGraphs, bucket_of
 from rimuru.ops.cuda.launch import Kernel, rehearsal
@@ -61,6 +63,8 @@ class CudaOps:
         self.attention = attention.Attention(deterministic, self.info.max_shared_bytes)
         self.prepare_qkv = self.attention.prepare_qkv
         self._attention_bytes = 0
+        self._delta_chunks = DeltaChunks(deterministic)
+        self.delta_net = partial(recurrent.delta_net, chunks=self._delta_chunks)
         self.sample = Sampler()
         self.choose_experts = routing.Router()
         self.graphs = DecodeGraphs(self.stage, self.stream)
@@ -199,6 +203,11 @@ class CudaOps:
         before, self._attention_bytes = self._attention_bytes, max(self._attention_bytes, n_bytes)
         return self._attention_bytes - before
 
+    def reserve_delta_net(self, spec: DeltaNetSpec, max_tokens: int) -> int:
+        """Scratch of one window of chunks, which all layers share; returns the bytes it grew by."""
+        self._enter()
+        return self._delta_chunks.reserve(spec, max_tokens)
+
     def compile(self, kernels: Iterable[Kernel], progress: Callable[[int, int], None] | None = None) -> None:
         """Compile kernels in parallel (from CuPy's disk cache where it has them)."""
         self._enter()
@@ -242,7 +251,6 @@ class CudaOps:
 
     # ---- attention and recurrent layers
     conv_update = staticmethod(recurrent.conv_update)
-    delta_net = staticmethod(recurrent.delta_net)
     mamba2 = staticmethod(recurrent.mamba2)
     mamba1 = staticmethod(recurrent.mamba1)
 

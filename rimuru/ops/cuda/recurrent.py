@@ -8,6 +8,7 @@ from typing import Any
 from rimuru.arch.spec import DeltaNetSpec, Mamba1Spec, Mamba2Spec
 from rimuru.base.units import ceil_div
 from rimuru.ops.base import Array, StateLayer, Step
+from rimuru.ops.cuda.delta_chunks import MIN_TOKENS, DeltaChunks
 from rimuru.ops.cuda.launch import Kernel
 
 _STATE_SIGNATURE = "pool: *, pages: i32*, fresh: bool*, query_start: i32*, page_bytes: i64, columns: i32, column: i32"
@@ -15,6 +16,10 @@ _THREADS = 128
 _ROWS_A_BLOCK = 32
 """State rows of a block of delta_net and mamba2: 16 groups of lanes with two rows each."""
 
+_PREPARED, _RAW, _WITH_LOGS = 0, 1, 2
+"""What delta_net finds: what it reads, inputs to prepare, or the gates' logarithms in place of the gates."""
+
+_NO_LIMIT = 1 << 30
 _PREPARE_THREADS = 256
 _CONV_THREADS = 128
 _CONV_TOKENS = 8
@@ -40,11 +45,12 @@ def delta_net_kernels(head_dim: int, head_order: str) -> tuple[Kernel, Kernel]:
     """delta_prepare and delta_net."""
     path, defines = "recurrent/deltanet.cu", {"DIM": head_dim, "TILED": int(head_order == "tiled")}
     prepare = (
-        "qkv: f32*, beta: f32*, alpha: f32*, a: f32*, dt_bias: f32*, n_key_heads: i32, n_value_heads: i32, eps: f32"
+        "qkv: f32*, beta: f32*, alpha: f32*, a: f32*, dt_bias: f32*, n_key_heads: i32, n_value_heads: i32, eps: f32,"
+        "as_logs: i32"
     )
     step = (
         "qkv: f32*, beta: f32*, decay: f32*, a: f32*, dt_bias: f32*, out: f32*,"
-        f"{_STATE_SIGNATURE}, n_key_heads: i32, n_value_heads: i32, raw: i32, eps: f32"
+        f"{_STATE_SIGNATURE}, n_key_heads: i32, n_value_heads: i32, form: i32, eps: f32, limit: i32"
     )
     return Kernel(path, "delta_prepare", prepare, defines), Kernel(path, "delta_net", step, defines)
 
@@ -109,19 +115,26 @@ def delta_net(
     step: Step,
     state: StateLayer,
     out: Array,
+    chunks: DeltaChunks | None = None,
 ) -> None:
-    """Prompts: q, k, beta and alpha are overwritten by what the recurrence reads."""
+    """Prompts: q, k, beta and alpha are overwritten by what the recurrence reads. `chunks` takes the long sequences."""
     prepare, recurrence = delta_net_kernels(spec.head_dim, spec.head_order)
     heads = (spec.n_key_heads, spec.n_value_heads)
     raw = qkv.shape[0] == step.host.n_seqs
+    long = [] if raw or chunks is None else chunks.sequences(step, spec)
     if not raw:
-        prepare((qkv.shape[0],), (_PREPARE_THREADS,), (qkv, beta, alpha, a, dt_bias, *heads, eps))
-    parts = ceil_div(spec.head_dim, _ROWS_A_BLOCK)
-    recurrence(
-        (spec.n_value_heads * parts, step.host.n_seqs),
-        (_THREADS,),
-        (qkv, beta, alpha, a, dt_bias, out, *_ssm_arguments(step, state), *heads, raw, eps),
-    )
+        prepare((qkv.shape[0],), (_PREPARE_THREADS,), (qkv, beta, alpha, a, dt_bias, *heads, eps, bool(long)))
+    arguments = _ssm_arguments(step, state)
+    if len(long) < step.host.n_seqs:
+        form, limit = _RAW if raw else _WITH_LOGS if long else _PREPARED, MIN_TOKENS if long else _NO_LIMIT
+        recurrence(
+            (spec.n_value_heads * ceil_div(spec.head_dim, _ROWS_A_BLOCK), step.host.n_seqs),
+            (_THREADS,),
+            (qkv, beta, alpha, a, dt_bias, out, *arguments, *heads, form, eps, limit),
+        )
+    if chunks is not None and long:
+        pool, pages, fresh, _, *where = arguments
+        chunks.run(long, (qkv, beta, alpha), spec, step, (pool, pages, fresh, *where), out)
 
 
 def mamba2(
