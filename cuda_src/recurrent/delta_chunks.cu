@@ -24,7 +24,9 @@
 
 #define CHUNK 64
 #define THREADS 256
-#define WIDE (DIM + 4)     // floats from row to row in shared memory
+// Floats from row to row in shared memory: (g, t) or (t, g) of a tile lie in different banks.
+#define WIDE (DIM + 4)
+#define TALL (DIM + 8)
 #define SQUARE (CHUNK + 4)
 #define ROWS (CHUNK + DIM)  // of a map: first the state's, then the tokens'
 #define SLICE 32
@@ -50,10 +52,11 @@ __device__ __forceinline__ float decay_between(const float* high, const float* l
 }
 
 // CHUNK rows of DIM floats, zeros beyond the n-th.
+template <int WIDTH>
 __device__ __forceinline__ void fetch_rows(float* to, const float* from, long long stride, int n) {
     for (int i = threadIdx.x; i < CHUNK * (DIM / 4); i += THREADS) {
         int row = i / (DIM / 4), c = i % (DIM / 4) * 4;
-        copy_async16(to + row * WIDE + c, from + (row < n ? row : 0) * stride + c, row < n);
+        copy_async16(to + row * WIDTH + c, from + (row < n ? row : 0) * stride + c, row < n);
     }
 }
 
@@ -95,8 +98,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     float *k = shared, *q = k + CHUNK * WIDE, *a = q + CHUNK * WIDE, *high = a + CHUNK * SQUARE, *low = high + CHUNK;
     float* strength = low + CHUNK;
     Place at = place_of(qkv, start, n_tokens, n_key_heads, n_value_heads);
-    fetch_rows(k, at.k, at.channels, at.n);
-    fetch_rows(q, at.q, at.channels, at.n);
+    fetch_rows<WIDE>(k, at.k, at.channels, at.n);
+    fetch_rows<WIDE>(q, at.q, at.channels, at.n);
     commit_copies();
     if (threadIdx.x < 32) sum_gates(gates + at.first, n_value_heads, at.n, high, low);
     for (int i = threadIdx.x; i < CHUNK; i += THREADS)
@@ -161,12 +164,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                      int start, int n_tokens, int n_key_heads, int n_value_heads) {
     follow_predecessor();
     extern __shared__ __align__(16) float shared[];
-    float *k = shared, *x = k + CHUNK * WIDE, *square = x + CHUNK * WIDE, *high = square + CHUNK * SQUARE, *low = high + CHUNK;
+    float *k = shared, *x = k + CHUNK * TALL, *square = x + CHUNK * TALL, *high = square + CHUNK * SQUARE, *low = high + CHUNK;
     float *strength = low + CHUNK, *rest = strength + CHUNK;
     Place at = place_of(qkv, start, n_tokens, n_key_heads, n_value_heads);
     bool of_keys = blockIdx.z == 0;
-    fetch_rows(k, at.k, at.channels, at.n);
-    fetch_rows(x, of_keys ? at.k : at.v, at.channels, at.n);
+    fetch_rows<TALL>(k, at.k, at.channels, at.n);
+    fetch_rows<TALL>(x, of_keys ? at.k : at.v, at.channels, at.n);
     fetch_square(square, inverse + at.index * CHUNK * CHUNK);
     commit_copies();
     if (threadIdx.x < 32) sum_gates(gates + at.first, n_value_heads, at.n, high, low);
@@ -180,8 +183,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     __syncthreads();
     for (int i = threadIdx.x; i < CHUNK * DIM; i += THREADS) {
         int row = i / DIM, c = i % DIM;
-        x[row * WIDE + c] *= strength[row];
-        k[row * WIDE + c] *= rest[row];
+        x[row * TALL + c] *= strength[row];
+        k[row * TALL + c] *= rest[row];
     }
     __syncthreads();
     // A warp makes 16 rows x 64 columns: of T X, of P (T X), then of F^T (T X).
@@ -189,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     int row = warp % 4 * 16, column = warp / 4 * 64;
     bool works = warp < 4 * GROUPS;
     auto from_square = [&](int r, int i) { return square[(row + r) * SQUARE + i]; };
-    auto from_x = [&](int i, int r) { return x[i * WIDE + column + r]; };
+    auto from_x = [&](int i, int r) { return x[i * TALL + column + r]; };
     {
         float c[8][4] = {};
         if (works) multiply_add_floats<8>(c, row + 16, from_square, from_x);  // T has nothing right of its diagonal
@@ -199,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             for (int tile = 0; tile < 8; tile++)
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    *(float2*)(x + (row + g + 8 * i) * WIDE + column + 8 * tile + 2 * t) =
+                    *(float2*)(x + (row + g + 8 * i) * TALL + column + 8 * tile + 2 * t) =
                         make_float2(c[tile][2 * i], c[tile][2 * i + 1]);
         }
     }
@@ -234,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     for (int unit = warp; unit < DIM / 16 * GROUPS; unit += THREADS / 32) {
         row = unit % (DIM / 16) * 16, column = unit / (DIM / 16) * 64;
         float c[8][4] = {};
-        multiply_add_floats<8>(c, CHUNK, [&](int r, int i) { return k[i * WIDE + row + r]; }, from_x);
+        multiply_add_floats<8>(c, CHUNK, [&](int r, int i) { return k[i * TALL + row + r]; }, from_x);
 #pragma unroll
         for (int tile = 0; tile < 8; tile++) {
             int to = column + 8 * tile;

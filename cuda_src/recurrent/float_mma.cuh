@@ -28,6 +28,7 @@ __device__ __forceinline__ void split_floats(const float (&x)[4], u32 (&high)[4]
 template <int TILES, class A, class B>
 __device__ __forceinline__ void multiply_add_floats(float (&c)[TILES][4], int n_k, A a, B b) {
     int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+#pragma unroll 2
     for (int k = 0; k < n_k; k += 8) {
         const float values[4] = {a(g, k + t), a(g + 8, k + t), a(g, k + t + 4), a(g + 8, k + t + 4)};
         u32 high[4], low[4], b_high[TILES][2], b_low[TILES][2];

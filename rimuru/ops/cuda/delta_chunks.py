@@ -51,7 +51,7 @@ def _parts(spec: DeltaNetSpec, n_chunks: int) -> list[int]:
 
 def _shared_bytes(head_dim: int) -> int:
     """Of both kernels that work on one chunk: two operands of a row a token, a square, four values a token."""
-    return 4 * CHUNK_TOKENS * (2 * (head_dim + 4) + CHUNK_TOKENS + 4 + 4)
+    return 4 * CHUNK_TOKENS * (2 * (head_dim + 8) + CHUNK_TOKENS + 4 + 4)
 
 
 class DeltaChunks:
