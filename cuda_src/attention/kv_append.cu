@@ -34,8 +34,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         if (k_norm) fetch_ahead(k_norm, 4ll * k_norm_dim);
     }
     follow_predecessor();
-    __shared__ float heads[WARPS][MAX_DIM];
-    __shared__ float partial[32];
+    __shared__ __align__(16) float heads[WARPS][MAX_DIM];
+    __shared__ __align__(16) float partial[32];
     int token = blockIdx.x, warp = threadIdx.x >> 5;
     int position = positions[token];
     if (position < 0) return;  // padding of a captured batch

@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                   int gated, int by_sequence, float scale) {
     follow_predecessor();
     extern __shared__ __align__(16) char shared[];
-    __shared__ Shared s;
+    __shared__ __align__(16) Shared s;
     element_t *keys = (element_t*)shared, *queries = keys + KEYS * STRIDE, *weights = queries + 16 * STRIDE;
     int token, seq, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     if (!find_token(by_sequence, seq_of_token, query_start, token, seq)) return;

@@ -324,7 +324,7 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
                  int q_norm_dim, int k_norm_dim, int n_rot, int rope_first, float eps) {
     follow_predecessor();
     extern __shared__ __align__(16) char shared[];
-    __shared__ Shared s;
+    __shared__ __align__(16) Shared s;
     float* vectors = (float*)shared;
     int token = blockIdx.y, seq = blockIdx.y;
     if (by_sequence) {  // sequences that bring more than one token belong to the prefill kernel
@@ -352,7 +352,7 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     PieceRows next = DEEP ? find_piece(kv, seq, kv_head, first_piece + WARPS * PIECE, begin, first_end) : rows;
     u32 query_parts[HEAD_TILES][K_BLOCKS][4];
 #if PREPARE
-    __shared__ Prepared prepared;
+    __shared__ __align__(16) Prepared prepared;  // read by float4
     if ((int)blockIdx.z < n_splits) {
         const float* table = rope ? rope + (long long)(end - 1) * n_rot : nullptr;
         long long kv_at = (long long)token * n_head_kv + kv_head;

@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                   int window, int gated, int skip_tokens, float scale) {
     follow_predecessor();
     extern __shared__ __align__(16) element_t shared[];
-    __shared__ Rows rows[2];
+    __shared__ __align__(16) Rows rows[2];
     element_t* q_tile = Q_IN_REGISTERS ? shared : shared + 2 * STAGE;  // in registers: staged where K and V come
 
     Tile tile;

@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         fetch_ahead(weights + ((i64)head * n_out + first_row) * row_bytes, min(ROWS, n_out - first_row) * row_bytes);
     follow_predecessor();
     extern __shared__ __align__(16) float inputs[];  // [TOKEN_TILE, place_of(n_in)]
-    __shared__ float products[TOKEN_TILE][ROWS];
+    __shared__ __align__(16) float products[TOKEN_TILE][ROWS];
     int n = min(TOKEN_TILE, n_tokens - first), stride = place_of(n_in);
     int in_row = n_head * (n_in + rest), out_row = n_head * (n_out + rest);  // elements of a token
     const float* from = x + (i64)first * in_row + head * (n_in + rest);

@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
               MATRICES, float scale, int add) {
     PICK_MATRIX(m, (int)blockIdx.x);
     fetch_rows_ahead(m, BLOCK_WARPS * (32 / ROW_LANES) * LANE_ROWS, NORM_WIDTH);
-    __shared__ NormedRow row;
+    __shared__ __align__(16) NormedRow row;
     if (blockIdx.x == 0) fetch_ahead(norm_weight, 4 * NORM_WIDTH);
     follow_predecessor();
     float factor[NORM_EACH][4];

@@ -24,7 +24,7 @@ extern "C" __global__ void scale_halves(const float* x,  // [T, width], width a 
                                         float* scales,   // [T]
                                         int width) {
     follow_predecessor();
-    __shared__ float partial[32];
+    __shared__ __align__(16) float partial[32];
     i64 row = blockIdx.x;
     const float4* in = (const float4*)(x + row * width);
     float largest = 0.0f;

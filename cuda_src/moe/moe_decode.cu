@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
                 int n_hidden, int activation) {
     fetch_table_ahead(addresses, n_experts, n_pages);
     follow_predecessor();
-    __shared__ HiddenSums sums;
+    __shared__ __align__(16) HiddenSums sums;
     Projection gate = {addresses, n_pages, gate_first_page, gate_rows_per_page, gate_page_factor, gate_row_bytes};
     Projection up = {addresses, n_pages, up_first_page, up_rows_per_page, up_page_factor, up_row_bytes};
     ActView x = {x_f32, x_values, x_scales, x_sums, width};
@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
                  const float* weights,   // [T, top_k]
                  float* out,             // [T, n_out]
                  int n_out, int add, float scale) {
-    __shared__ float products[MAX_SLOTS][SUM_ROWS];
+    __shared__ __align__(16) float products[MAX_SLOTS][SUM_ROWS];
     Projection down = {addresses, n_pages, first_page, rows_per_page, page_factor, row_bytes};
     ActView h = {h_f32, h_values, h_scales, h_sums, n_hidden};
     int lane = threadIdx.x & 31, sub = lane % ROW_LANES, local = lane / ROW_LANES * LANE_ROWS;

@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
               bool* later,           // [n_experts], chosen and can be read after the copies
               int n_buffers, int buffer_pages, int n_tokens, int top_k, int n_experts, int n_pages, int page_bytes,
               int foretells) {  // the ids are a forecast: bring into places what is missed, count nothing
-    __shared__ FetchPlan plan;
+    __shared__ __align__(16) FetchPlan plan;
     int thread = threadIdx.x;
     for (int e = thread; e < n_experts; e += FETCH_THREADS) plan.chosen[e] = 0;
     if (thread == 0) {

@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
                int n_tokens, int n_experts, int top_k, int gating, int n_groups, int n_groups_used, int renormalise,
                float scale) {
     follow_predecessor();
-    __shared__ Chosen chosen[MAX_WARPS];
+    __shared__ __align__(16) Chosen chosen[MAX_WARPS];
     int warp = threadIdx.x >> 5, token = blockIdx.x * (blockDim.x >> 5) + warp;
     if (token >= n_tokens) return;
     Routing routing = {bias, n_experts, top_k, gating, n_groups, n_groups_used, renormalise, scale};

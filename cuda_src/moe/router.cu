@@ -38,10 +38,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32)
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first_token = blockIdx.y * TOKEN_TILE;
     int first = blockIdx.x * BLOCK_WARPS, expert = first + warp;
     if (blockIdx.y == 0) fetch_ahead(weight + (i64)first * width, 4ll * min(BLOCK_WARPS, n_experts - first) * width);
-    __shared__ Chosen chosen[TOKEN_TILE];
+    __shared__ __align__(16) Chosen chosen[TOKEN_TILE];
     __shared__ int is_last;
 #if NORM_WIDTH
-    __shared__ NormedRow row;
+    __shared__ __align__(16) NormedRow row;
     if (blockIdx.x == 0) fetch_ahead(norm_weight, 4 * NORM_WIDTH);
     follow_predecessor();
     float factor[NORM_EACH][4];

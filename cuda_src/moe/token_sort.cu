@@ -125,8 +125,8 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     PageList pages;
     pages.ask(addresses, item_pages, n_pages, n_experts);
     __shared__ __align__(16) u8 counts[32][MAX_EXPERTS];
-    __shared__ int partial[33], first[MAX_EXPERTS], first_tile[MAX_EXPERTS];
-    __shared__ u16 n_tiles[MAX_EXPERTS];
+    __shared__ __align__(16) int partial[33], first[MAX_EXPERTS], first_tile[MAX_EXPERTS];
+    __shared__ __align__(16) u16 n_tiles[MAX_EXPERTS];
     int expert = read_expert(ids, threadIdx.x, n, n_experts);
     int rank = count_in_warp(counts, expert, n_experts);
     int count = 0;
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
                    int* block_counts,  // [blocks, n_experts]
                    int n, int n_experts) {
     follow_predecessor();
-    __shared__ int counts[MAX_EXPERTS];
+    __shared__ __align__(16) int counts[MAX_EXPERTS];
     counts[threadIdx.x] = 0;
     __syncthreads();
     int expert = read_expert(ids, blockIdx.x * SORT_THREADS + threadIdx.x, n, n_experts);
@@ -163,8 +163,8 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     follow_predecessor();
     PageList pages;
     pages.ask(addresses, item_pages, n_pages, n_experts);
-    __shared__ int partial[33], first_tile[MAX_EXPERTS];
-    __shared__ u16 n_tiles[MAX_EXPERTS];
+    __shared__ __align__(16) int partial[33], first_tile[MAX_EXPERTS];
+    __shared__ __align__(16) u16 n_tiles[MAX_EXPERTS];
     int expert = threadIdx.x, count = 0;
     if (expert < n_experts) {
         for (int b = 0; b < n_blocks; b++) count += block_counts[b * n_experts + expert];

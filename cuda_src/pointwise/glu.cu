@@ -45,7 +45,7 @@ extern "C" __global__ void row_gate(const float* x,       // [T, width]
                                     float* out,           // [T]
                                     int width) {
     follow_predecessor();
-    __shared__ float partial[32];
+    __shared__ __align__(16) float partial[32];
     const float* in = x + (long long)blockIdx.x * width;
     float sum = 0.0f;
     for (int c = threadIdx.x; c < width; c += blockDim.x) sum = fmaf(in[c], weight[c], sum);

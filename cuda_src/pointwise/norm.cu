@@ -62,7 +62,7 @@ extern "C" __global__ void rms_norm(const float* x,       // [T, width]
                                     int width, float eps) {
     if (blockIdx.x == 0) fetch_ahead(weight, 4ll * width);
     follow_predecessor();
-    __shared__ float partial[32];
+    __shared__ __align__(16) float partial[32];
     long long row = blockIdx.x;
     const float* in = x + row * width;
     float largest = 0.0f;
@@ -82,7 +82,7 @@ extern "C" __global__ void add_norm(float* x,             // [T, width]
                                     int width, float eps, float scale) {
     if (blockIdx.x == 0) fetch_ahead(weight, 4ll * width);
     follow_predecessor();
-    __shared__ float partial[32];
+    __shared__ __align__(16) float partial[32];
     long long row = blockIdx.x;
     const float* in = delta + row * width;
     normalise(
@@ -102,7 +102,7 @@ extern "C" __global__ void add_norm(float* x,             // [T, width]
 // One block a part; grid (T * groups).
 extern "C" __global__ void gated_norm(GATED_PARAMETERS) {
     follow_predecessor();
-    __shared__ float partial[32];
+    __shared__ __align__(16) float partial[32];
     long long row = blockIdx.x / n_groups;
     int part = width / n_groups, first = blockIdx.x % n_groups * part;
     const float *in = x + row * width + first, *g = gate + row * width + first;

@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
            const int* query_start,        // [S + 1]
            long long page_bytes, int columns, int column, int inner) {
     follow_predecessor();
-    __shared__ float bs[CHUNK][STATE], cs[CHUNK][STATE], xs[CHUNK][ROWS_A_BLOCK], dts[CHUNK][ROWS_A_BLOCK];
+    __shared__ __align__(16) float bs[CHUNK][STATE], cs[CHUNK][STATE], xs[CHUNK][ROWS_A_BLOCK], dts[CHUNK][ROWS_A_BLOCK];
     int seq = blockIdx.y, start = query_start[seq], n_tokens = query_start[seq + 1] - start;
     float* page = state_page(pool, page_bytes, pages, columns, seq, column);
     if (!page || n_tokens <= 0) return;

@@ -48,7 +48,7 @@ extern "C" __global__ void argmax(const float* logits,  // [R, n_vocab]
                                   int* out_ids,         // [R]
                                   int n_vocab) {
     follow_predecessor();
-    __shared__ u64 partial[32];
+    __shared__ __align__(16) u64 partial[32];
     __shared__ int is_last;
     int row = blockIdx.y, parts = gridDim.x;
     const float* l = logits + (long long)row * n_vocab;

@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
          int parts, int n_vocab) {
     follow_predecessor();
     extern __shared__ __align__(16) u64 histogram[];  // [BINS], then the values of the candidates
-    __shared__ Draw s;
+    __shared__ __align__(16) Draw s;
     int row = blockIdx.x;
     Filters filters(parameters + row * 4, top_k[row], n_vocab);
     if (filters.temperature == 0.0f || !filters.any()) return;  // argmax or survey has chosen

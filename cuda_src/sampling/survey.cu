@@ -74,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
            int* out_ids,             // [R]
            int n_vocab) {
     follow_predecessor();
-    __shared__ u64 warps[WARPS], of_parts[MAX_PARTS];
-    __shared__ Bins s;
+    __shared__ __align__(16) u64 warps[WARPS], of_parts[MAX_PARTS];
+    __shared__ __align__(16) Bins s;
     __shared__ int is_last;
     int part = blockIdx.x, row = blockIdx.y, parts = gridDim.x;
     Filters filters(parameters + row * 4, top_k[row], n_vocab);
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             int* ids,                 // [R, CANDIDATES]
             int n_vocab) {
     follow_predecessor();
-    __shared__ u64 warps[WARPS];
+    __shared__ __align__(16) u64 warps[WARPS];
     int part = blockIdx.x, row = blockIdx.y, parts = gridDim.x, lane = threadIdx.x & 31;
     Filters filters(parameters + row * 4, top_k[row], n_vocab);
     if (filters.temperature == 0.0f || !filters.any()) return;
