@@ -1,4 +1,4 @@
-"""Shared memory that kernels read in vectors: an array's own alignment is that of its element, and where a compiler puts it
+"""Shared memory that kernels read in vectors: an array has the alignment of its element, and where a compiler puts it
 may change with any other variable. The host emulator cannot see this: it aligns more than a card must."""
 
 from __future__ import annotations
@@ -23,5 +23,7 @@ def test_shared_arrays_state_their_alignment() -> None:
 
 
 def test_an_unaligned_one_is_seen() -> None:
-    assert unaligned("    __shared__ Prepared prepared;\n    __shared__ int last;\n") == ["__shared__ Prepared prepared;"]
+    assert unaligned("    __shared__ Prepared prepared;\n    __shared__ int last;\n") == [
+        "__shared__ Prepared prepared;"
+    ]
     assert unaligned("    __shared__ float x[4];") and not unaligned("    __shared__ __align__(16) float x[4];")
