@@ -15,6 +15,7 @@ ResidencyName = Literal["auto", "hotset", "recency"]
 
 MAX_SEQUENCES = 4096
 
+
 @dataclass(frozen=True)
 class EngineConfig:
     """User intent. Sizes are bytes or strings such as `8GiB`; None = decide for me.
