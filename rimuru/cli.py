@@ -195,6 +195,10 @@ def _add_serve(commands: argparse._SubParsersAction, parents: list[argparse.Argu
         "--admin-key-file", action="append", metavar="FILE", help="keys of those who may resize the memory too"
     )
     parser.add_argument("--cors-origin", action="append", metavar="ORIGIN", help="web pages that may use the API")
+    parser.add_argument(
+        "--allowed-host", action="append", metavar="NAME",
+        help="on loopback: a further name by which the server may be called, as behind a proxy; may be given again",
+    )  # fmt: skip
     parser.add_argument("--model-name", metavar="NAME", help="what /v1/models says; requests may name any model")
     parser.add_argument("--max-sequences", type=int, metavar="N", help="answers that run at once at most")
     parser.add_argument("--max-waiting", type=int, default=512, metavar="N", help="answers that may wait at most")

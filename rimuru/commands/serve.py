@@ -24,6 +24,7 @@ def serve(args: argparse.Namespace) -> int:
         api_keys=(*(args.api_key or ()), *read_api_keys(args.api_key_file or ())),
         admin_keys=read_api_keys(args.admin_key_file or ()),
         cors_origins=tuple(args.cors_origin or ()),
+        allowed_hosts=tuple(args.allowed_host or ()),
         model_name=args.model_name,
         max_waiting=args.max_waiting,
         max_body_bytes=parse_bytes(args.max_body),

@@ -56,6 +56,13 @@ class ForbiddenError(BadInputError):
     code = "origin_not_allowed"
 
 
+class HostError(BadInputError):
+    """A server of this machine was called by a name that is not its own."""
+
+    http_status = 403
+    code = "host_not_allowed"
+
+
 class AdminOnlyError(BadInputError):
     """What was asked for concerns all clients, and this one has no admin key."""
 

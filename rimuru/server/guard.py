@@ -5,15 +5,14 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rimuru.base.errors import RimuruError
-from rimuru.server.errors import AdminOnlyError, ForbiddenError, UnauthorizedError, error_body, to_json
-from rimuru.server.settings import ADMIN_PATHS, LOOPBACK, ServerSettings
+from rimuru.server.errors import AdminOnlyError, ForbiddenError, HostError, UnauthorizedError, error_body, to_json
+from rimuru.server.settings import ADMIN_PATHS, ServerSettings, host_name
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +21,13 @@ OPEN_PATHS = frozenset(("/", "/health", "/static/dashboard.css", "/static/dashbo
 
 
 class Guard:
-    """ASGI middleware. Keys are compared in constant time; a page of a foreign origin is refused unless allowed."""
+    """ASGI middleware. Keys are compared in constant time; a page of a foreign origin is refused unless allowed.
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        self.app, self.settings = app, settings
+    hosts: the only names by which the server may be called (ServerSettings.hosts_at).
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, hosts: frozenset[str] | None) -> None:
+        self.app, self.settings, self.hosts = app, settings, hosts
         self._admin_keys = [key.encode() for key in settings.admin_keys]
         # Admin keys alone do not close the API to others.
         self._keys = [key.encode() for key in settings.api_keys] + self._admin_keys if settings.api_keys else []
@@ -69,8 +71,10 @@ class Guard:
         await response(scope, receive, send)
 
     def _refusal(self, path: str, method: str, headers: Headers) -> RimuruError | None:
-        origin = headers.get("origin")
-        if origin is not None and not self._may_come_from(origin, headers.get("host", "")):
+        origin, host = headers.get("origin"), headers.get("host", "")
+        if self.hosts is not None and host_name(host) not in self.hosts:
+            return HostError("this server answers to local names only; one more is allowed with --allowed-host NAME")
+        if origin is not None and not self._may_come_from(origin, host):
             return ForbiddenError("web pages of this origin may not use the server; allow them with --cors-origin")
         if method == "OPTIONS":  # what a browser asks before it sends a key; it does nothing
             return None
@@ -82,13 +86,8 @@ class Guard:
 
     def _may_come_from(self, origin: str, host: str) -> bool:
         allowed = self.settings.cors_origins
-        if "*" in allowed or origin in allowed:
-            return True
-        if urlsplit(origin).netloc.lower() != host.lower():
-            return False
-        # A name that points at this machine must not let a foreign page in: a local server is called by local names.
-        name = urlsplit(f"//{host}").hostname or ""
-        return not self.settings.is_local or bool(self._keys) or name in LOOPBACK
+        is_own = host != "" and origin.partition("://")[2].lower() == host.lower()
+        return is_own or "*" in allowed or origin in allowed
 
     def _client(self, scope: Scope, headers: Headers) -> str:
         """Who shares the engine fairly with others: a key where the server has several, else a network address."""

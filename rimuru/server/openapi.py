@@ -18,7 +18,7 @@ _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
 _WHAT = {
     400: "The request is wrong; the message says where",
     401: "No API key, or a wrong one",
-    403: "Web pages of this origin, or clients with this key, may not do this",
+    403: "The server is not called so (Host), or pages of this origin or clients with this key may not do this",
     404: "There is nothing of this name",
     408: "The body came too slowly",
     413: "The body is too large",

@@ -86,8 +86,9 @@ class Server:
         self.loop = EngineLoop(loaded, settings.max_waiting, settings.queue_timeout_s)
         self.app = create_app(self.loop, settings)
         self._socket = bind(settings.host, settings.port)
+        door = guarded(self.app, settings, self._socket.getsockname()[0])
         config = uvicorn.Config(
-            guarded(self.app, settings), log_config=None, access_log=False, lifespan="off", server_header=False,
+            door, log_config=None, access_log=False, lifespan="off", server_header=False,
             http=connection_class(most_connections()), ws="none", backlog=ACCEPT_AT_ONCE,
             timeout_keep_alive=30, h11_max_incomplete_event_size=64 << 10,
         )  # fmt: skip
@@ -150,13 +151,16 @@ class ServerThread:
         self._thread.join(30)
 
 
-def guarded(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
-    """The application behind the doors that the settings ask for."""
+def guarded(app: ASGIApp, settings: ServerSettings, address: str) -> ASGIApp:
+    """The application behind the doors that the settings ask for, of a server bound to this IP address."""
     if settings.cors_origins:
         app = CORSMiddleware(
             app, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
         )
-    return Guard(app, settings)
+    hosts = settings.hosts_at(address)
+    if hosts is None and settings.allowed_hosts:
+        log.warning("--allowed-host does nothing where other machines can reach the server")
+    return Guard(app, settings, hosts)
 
 
 def show_messages_of_libraries() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from rimuru.base.errors import BadInputError
 LOOPBACK = frozenset(("127.0.0.1", "localhost", "::1"))
 ADMIN_PATHS = frozenset(("/v1/memory/resize",))
 """What changes the server for all its clients."""
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?")
 
 
 @dataclass(frozen=True)
@@ -19,9 +22,10 @@ class ServerSettings:
 
     api_keys: any of them opens the API; none given, it is open. admin_keys open it too, and may do what concerns all
     clients (ADMIN_PATHS); without any, that may be done only where everybody on this machine, and nobody else, is let
-    in. cors_origins: web pages of these origins may use it
-    ("*" = all). model_name: what /v1/models says (requests may name any model). max_priority: the highest that a
-    request may ask for (lower ones always); clients, told apart by key or address, share the engine fairly.
+    in. cors_origins: web pages of these origins may use it ("*" = all). allowed_hosts: further names by which a server
+    that only this machine can reach may be called (hosts_at). model_name: what /v1/models says (requests may name any
+    model). max_priority: the highest that a request may ask for (lower ones always); clients, told apart by key or
+    address, share the engine fairly.
     """
 
     host: str = "127.0.0.1"
@@ -29,6 +33,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     model_name: str | None = None
     max_waiting: int = 512
     max_body_bytes: int = 32 << 20
@@ -42,6 +47,9 @@ class ServerSettings:
             raise BadInputError(f"the port must be from 0 to 65535, got {self.port}")
         if any(not key or not key.isascii() for key in (*self.api_keys, *self.admin_keys)):
             raise BadInputError("an API key must be a text of ASCII characters that is not empty")
+        for name in self.allowed_hosts:
+            if host_name(name) is None:
+                raise BadInputError(f"an allowed host is a name such as chat.example.org or [fd00::1]; got {name!r}")
         if self.max_waiting < 0 or self.max_body_bytes < 1024:
             raise BadInputError("the queue may not be negative, and bodies of 1024 bytes must be allowed")
         for name, limit_s in (("request", self.request_timeout_s), ("queue", self.queue_timeout_s)):
@@ -55,6 +63,21 @@ class ServerSettings:
     @property
     def is_everybody_admin(self) -> bool:
         return self.is_local and not self.api_keys and not self.admin_keys
+
+    def hosts_at(self, address: str) -> frozenset[str] | None:
+        """The names by which a server bound to this IP address may be called; None = any, as others than this machine
+        can reach it. (A foreign page can point a name of its own at this machine, and a browser would let it read.)"""
+        ip = ipaddress.ip_address(address)
+        if not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback:
+            return None
+        own = (f"[{name}]" if ":" in name else name.lower() for name in (*LOOPBACK, self.host, address))
+        return frozenset(own).union(name for text in self.allowed_hosts if (name := host_name(text)) is not None)
+
+
+def host_name(text: str) -> str | None:
+    """The name, or address, in a Host header, without the port, in small letters; None where it holds none."""
+    match = _HOST.fullmatch(text.lower())
+    return None if match is None else match[1]
 
 
 def read_api_keys(files: Iterable[str]) -> tuple[str, ...]:

@@ -327,12 +327,8 @@ def test_api_keys(strict: Running) -> None:
 
 def test_pages_of_other_origins_are_refused(script: Any, script_file: Path) -> None:
     host = script.url.removeprefix("http://")
-    for origin, headers in (
-        ("http://evil.example", {}),
-        ("null", {}),
-        ("http://evil.example", {"Host": "evil.example"}),
-    ):
-        reply = script.http.post("/v1/completions", json=DIGITS, headers={"Origin": origin, **headers})
+    for origin in ("http://evil.example", "null", "http://[", f"http://{host}.evil.example", ""):
+        reply = script.http.post("/v1/completions", json=DIGITS, headers={"Origin": origin})
         assert error_of(reply, 403)["code"] == "origin_not_allowed"
         assert "access-control-allow-origin" not in reply.headers
     assert script.http.get("/v1/models", headers={"Origin": f"http://{host}"}).status_code == 200

@@ -205,6 +205,7 @@ def test_keys_come_from_a_file(script_file: Path, tmp_path: Path) -> None:
         (["--port", "70000"], "port"),
         (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
         (["--api-key", ""], "API key"),
+        (["--allowed-host", "http://my.name"], "http://my.name"),
         (["--api-key-file", "/no/such/file"], "/no/such/file"),
         (["--api-key-file", "/dev/null"], "no API key in /dev/null"),
         (["--request-timeout", "0"], "time-out"),
