@@ -82,13 +82,15 @@ __device__ __forceinline__ void fetch_table_ahead(const i64* addresses, int n_ex
 #endif
 }
 
-// An expert's product with row n, and the expert's vector (or null): a bias [n_experts, n_rows] to add, or with
-// -DEXPERT_FACTORS=1 factors [n_experts] to multiply.
-__device__ __forceinline__ float finish_product(float v, const float* vector, int expert, int n_rows, int n) {
+// An expert's product with row n: with -DEXPERT_FACTORS=1 times the expert's factor, of factors [n_experts]; then plus its
+// bias, of bias [n_experts, n_rows] or null.
+__device__ __forceinline__ float finish_product(float v, const float* factors, const float* bias, int expert, int n_rows,
+                                                int n) {
+    float b = bias ? load_constant(bias + (i64)expert * n_rows + n) : 0.0f;
 #if EXPERT_FACTORS
-    return vector ? v * load_constant(vector + expert) : v;
+    return fmaf(v, load_constant(factors + expert), b);
 #else
-    return v + (vector ? load_constant(vector + (i64)expert * n_rows + n) : 0.0f);
+    return v + b;
 #endif
 }
 

@@ -9,7 +9,7 @@
 // grid does not depend on the routing). moe_gate_up: grid x = 32 hidden rows, one 8-bit block, so that the block that
 // computes it also quantises it; 32 * ROW_LANES / LANE_ROWS threads. moe_down: grid x = BLOCK_WARPS * 32 / ROW_LANES *
 // LANE_ROWS rows. moe_down_sum: grid x = 32 / ROW_LANES * LANE_ROWS rows, y = tokens; a warp a slot, in turn.
-// -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 1 (no biases); -DTOKEN_TILE 1 2 4 8;
+// -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 0 1; -DTOKEN_TILE 1 2 4 8;
 // -DROW_LANES 8 16 32; -DLANE_ROWS 1 2 4; -DBLOCK_WARPS. Moves the rows of the experts in use, once per tile of tokens.
 
 #define SETTLED_WEIGHTS
@@ -47,6 +47,8 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
                 const i64* addresses,      // [n_experts, n_pages]
                 int n_pages, int gate_first_page, int gate_rows_per_page, int gate_page_factor, int gate_row_bytes,
                 int up_first_page, int up_rows_per_page, int up_page_factor, int up_row_bytes,
+                const float* gate_factors, // [n_experts] with -DEXPERT_FACTORS=1
+                const float* up_factors,   // the same
                 const float* gate_bias,    // [n_experts, n_hidden], or null
                 const float* up_bias,      // [n_experts, n_hidden], or null
                 float* hidden,             // [T * top_k, n_hidden]
@@ -107,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
         i64 a = item_assignment(order, item, t);
         float v = 0.0f;
         if (n < n_hidden) {
-            float u = finish_product(sums[t][1][lane], up_bias, item.expert, n_hidden, n);
-            float g = GATED ? finish_product(sums[t][0][lane], gate_bias, item.expert, n_hidden, n) : u;
+            float u = finish_product(sums[t][1][lane], up_factors, up_bias, item.expert, n_hidden, n);
+            float g = GATED ? finish_product(sums[t][0][lane], gate_factors, gate_bias, item.expert, n_hidden, n) : u;
             v = glu(activation, g, GATED ? u : 1.0f);
             hidden[a * n_hidden + n] = v;
         }
@@ -126,6 +128,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
              int n_hidden, ITEM_PARAMETERS,
              const i64* addresses,    // [n_experts, n_pages]
              int n_pages, int first_page, int rows_per_page, int page_factor, int row_bytes,
+             const float* factors,    // [n_experts] with -DEXPERT_FACTORS=1
              const float* bias,       // [n_experts, n_out], or null
              float* out,              // [T * top_k, n_out]
              int n_out) {
@@ -159,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
             bool mine = (r * TOKEN_TILE + t) % ROW_LANES == sub;
             int n = first + r;
             if (mine && n < n_out && t < item.count)
-                out[(i64)assignments[t] * n_out + n] = finish_product(acc[r][t], bias, item.expert, n_out, n);
+                out[(i64)assignments[t] * n_out + n] = finish_product(acc[r][t], factors, bias, item.expert, n_out, n);
         }
     }
 }
@@ -179,6 +182,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
                  int n_experts, int top_k,
                  const i64* addresses,   // [n_experts, n_pages]
                  int n_pages, int first_page, int rows_per_page, int page_factor, int row_bytes,
+                 const float* factors,   // [n_experts] with -DEXPERT_FACTORS=1
                  const float* bias,      // [n_experts, n_out], or null
                  const float* weights,   // [T, top_k]
                  float* out,             // [T, n_out]
@@ -206,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
         for (int r = 0; r < LANE_ROWS; r++) {
             int n = block_first + local + r;
             if (r % ROW_LANES == sub && n < n_out && slot < top_k)
-                products[slot][local + r] = chosen ? finish_product(acc[r][0], bias, expert, n_out, n) : 0.0f;
+                products[slot][local + r] = chosen ? finish_product(acc[r][0], factors, bias, expert, n_out, n) : 0.0f;
         }
     }
     __syncthreads();

@@ -6,7 +6,7 @@
 // Activations come as halves with one scale a row. Grid x = blocks of weight rows, y = items (an expert and up to
 // STRIP_TOKENS of its assignments; blocks beyond the last item end at once). In the gated kernel a warp's rows are 8 gate
 // rows and the 8 up rows of the same hidden elements, so both lie in one lane's sums.
-// -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 1 (no biases); the rest as in gemm_strip.cu.
+// -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 0 1; the rest as in gemm_strip.cu.
 
 #define SETTLED_WEIGHTS
 #include "common/experts.cuh"
@@ -23,6 +23,8 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
                       const i64* addresses,     // [n_experts, n_pages]
                       int n_pages, int gate_first_page, int gate_rows_per_page, int gate_page_factor, int gate_row_bytes,
                       int up_first_page, int up_rows_per_page, int up_page_factor, int up_row_bytes,
+                      const float* gate_factors, // [n_experts] with -DEXPERT_FACTORS=1
+                      const float* up_factors,  // the same
                       const float* gate_bias,   // [n_experts, n_hidden], or null
                       const float* up_bias,     // [n_experts, n_hidden], or null
                       float* hidden,            // [T * top_k, n_hidden]
@@ -60,13 +62,14 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
             float* at = hidden + (i64)a * n_hidden;
             if (GATED) {
                 if (n >= n_hidden) continue;
-                float g = finish_product(first, gate_bias, item.expert, n_hidden, n);
-                at[n] = glu(activation, g, finish_product(second, up_bias, item.expert, n_hidden, n));
+                float g = finish_product(first, gate_factors, gate_bias, item.expert, n_hidden, n);
+                at[n] = glu(activation, g, finish_product(second, up_factors, up_bias, item.expert, n_hidden, n));
             } else {
                 if (n < n_hidden)
-                    at[n] = glu(activation, finish_product(first, up_bias, item.expert, n_hidden, n), 1.0f);
+                    at[n] = glu(activation, finish_product(first, up_factors, up_bias, item.expert, n_hidden, n), 1.0f);
                 if (n_upper < n_hidden)
-                    at[n_upper] = glu(activation, finish_product(second, up_bias, item.expert, n_hidden, n_upper), 1.0f);
+                    at[n_upper] =
+                        glu(activation, finish_product(second, up_factors, up_bias, item.expert, n_hidden, n_upper), 1.0f);
             }
         }
     }
@@ -80,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
                    int n_hidden, ITEM_PARAMETERS,
                    const i64* addresses,      // [n_experts, n_pages]
                    int n_pages, int first_page, int rows_per_page, int page_factor, int row_bytes,
+                   const float* factors,      // [n_experts] with -DEXPERT_FACTORS=1
                    const float* bias,         // [n_experts, n_out], or null
                    float* out,                // [T * top_k, n_out]
                    int n_out) {
@@ -110,7 +114,8 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
             int n = row + (c & 2) * 4;
             if (strip_token(j, c) >= item.count || n >= n_out) continue;
             i64 a = tokens.assignment[j][c & 1];
-            out[a * n_out + n] = finish_product(sums[j][c] * tokens.scale[j][c & 1], bias, item.expert, n_out, n);
+            float v = sums[j][c] * tokens.scale[j][c & 1];
+            out[a * n_out + n] = finish_product(v, factors, bias, item.expert, n_out, n);
         }
     }
 }

@@ -6,7 +6,7 @@
 // Activations come as halves with one scale a row (quantize_act.cu). Grid x = tiles of weight rows, y = items (an expert
 // and up to TILE_M of its assignments; blocks beyond the last item end at once). In a tile of the gated kernel each 16
 // rows are 8 gate rows and the 8 up rows of the same hidden elements, so both lie in one thread's sums.
-// -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 1 (no biases); -DTILE_N,
+// -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 0 1; -DTILE_N,
 // -DTILE_M as in matmul/tile.cuh.
 
 #define SETTLED_WEIGHTS
@@ -26,6 +26,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
                      const i64* addresses,     // [n_experts, n_pages]
                      int n_pages, int gate_first_page, int gate_rows_per_page, int gate_page_factor, int gate_row_bytes,
                      int up_first_page, int up_rows_per_page, int up_page_factor, int up_row_bytes,
+                     const float* gate_factors, // [n_experts] with -DEXPERT_FACTORS=1
+                     const float* up_factors,  // the same
                      const float* gate_bias,   // [n_experts, n_hidden], or null
                      const float* up_bias,     // [n_experts, n_hidden], or null
                      float* hidden,            // [T * top_k, n_hidden]
@@ -68,15 +70,15 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
                 if (GATED) {
                     int n = first + sum_row(i, 0) / 16 * 8 + (sum_row(i, 0) & 7);
                     if (n >= n_hidden) continue;
-                    float g = finish_product(lower, gate_bias, item.expert, n_hidden, n);
-                    float u = finish_product(upper, up_bias, item.expert, n_hidden, n);
+                    float g = finish_product(lower, gate_factors, gate_bias, item.expert, n_hidden, n);
+                    float u = finish_product(upper, up_factors, up_bias, item.expert, n_hidden, n);
                     hidden[(i64)a * n_hidden + n] = glu(activation, g, u);
                 } else {
 #pragma unroll
                     for (int h = 0; h < 2; h++) {
                         int n = first + sum_row(i, 2 * h);
                         if (n >= n_hidden) continue;
-                        float u = finish_product(h ? upper : lower, up_bias, item.expert, n_hidden, n);
+                        float u = finish_product(h ? upper : lower, up_factors, up_bias, item.expert, n_hidden, n);
                         hidden[(i64)a * n_hidden + n] = glu(activation, u, 1.0f);
                     }
                 }
@@ -93,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
                   int n_hidden, ITEM_PARAMETERS,
                   const i64* addresses,      // [n_experts, n_pages]
                   int n_pages, int first_page, int rows_per_page, int page_factor, int row_bytes,
+                  const float* factors,      // [n_experts] with -DEXPERT_FACTORS=1
                   const float* bias,         // [n_experts, n_out], or null
                   float* out,                // [T * top_k, n_out]
                   int n_out) {
@@ -132,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
             for (int i = 0; i < FRAGMENTS_N; i++) {
                 int n = first + sum_row(i, c);
                 if (n < n_out)
-                    out[a * n_out + n] = finish_product(sums[i][j][c] * h_scale, bias, item.expert, n_out, n);
+                    out[a * n_out + n] = finish_product(sums[i][j][c] * h_scale, factors, bias, item.expert, n_out, n);
             }
         }
     }

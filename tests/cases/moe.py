@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -263,6 +264,8 @@ def _edge_cases() -> list[Case]:
         cases.append(experts_case(f"factors T={n}", four_bits, MoeSpec(8, 2, 128), 192, n, factors=True))
         oai = MoeSpec(16, 4, 96, "softmax_selected", activation="swiglu_oai")
         cases.append(experts_case(f"biases T={n}", dict.fromkeys(_Q4_K_M, "mxfp4"), oai, 288, n, biases=True))
+        both = f"factors and biases T={n}"
+        cases.append(experts_case(both, four_bits, replace(oai, width=128), 320, n, biases=True, factors=True))
         relu = MoeSpec(8, 2, 64, activation="relu2", gated=False)
         cases.append(experts_case(f"no gate T={n}", {"up": "q5_0", "down": "q8_0"}, relu, 96, n))
         cases.append(experts_case(f"absent experts T={n}", _Q4_K_M, _SMALL, 256, n, active=True))

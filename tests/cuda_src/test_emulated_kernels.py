@@ -30,6 +30,7 @@ LINEAR = (
 EXPERTS = (
     "q4_k_m T=1", "q4_k_m T=8", "q4_k_m T=20", "three types T=7", "mxfp4 T=60", "biases T=64", "no gate T=64",
     "q8_0 T=700", "factors T=1", "factors T=7", "factors T=64", "iq1_m T=2", "iq2_s T=2", "iq3_s T=2",
+    "factors and biases T=1", "factors and biases T=7", "factors and biases T=64",
 )  # fmt: skip
 ROUTES = (
     "ties",
@@ -131,8 +132,11 @@ def test_experts_in_two_turns_are_bit_equal(n_tokens: int, emulator: emulate.Emu
 
 @pytest.mark.parametrize(
     ("down", "top_k", "width", "n_tokens"),
-    [("q8_0", 3, 256, 2), ("q6_k", 9, 256, 1), ("q5_0", 2, 1280, 1), ("q6_k", 2, 256, 7), ("q4_k", 1, 256, 13)],
-)
+    [
+        ("q8_0", 3, 256, 2), ("q6_k", 9, 256, 1), ("q5_0", 2, 1280, 1), ("q6_k", 2, 256, 7), ("q4_k", 1, 256, 13),
+        ("nvfp4", 4, 256, 3),
+    ],
+)  # fmt: skip
 def test_down_and_the_sum_in_one_kernel_are_equal_to_both(
     down: str, top_k: int, width: int, n_tokens: int, emulator: emulate.Emulator
 ) -> None:
@@ -140,7 +144,8 @@ def test_down_and_the_sum_in_one_kernel_are_equal_to_both(
     ops: Any = emulate.EmulatedOps()
     spec = MoeSpec(10, top_k, width)
     formats = {"gate": "q5_0", "up": "q5_0", "down": down}
-    case = moe_cases.experts_case("summed", formats, spec, 64, n_tokens, biases=top_k == 9, factors=top_k == 3)
+    vectors = {"biases": top_k in (4, 9), "factors": top_k in (3, 4)}
+    case = moe_cases.experts_case("summed", formats, spec, 64, n_tokens, **vectors)
     inputs = case.inputs()
     apart = case.run(ops, inputs)["out"]
     first = len(emulator.launched)

@@ -176,9 +176,9 @@ class _Call:
     def scaled(self) -> bool:
         return bool(self.table.factors)
 
-    def vector(self, name: str) -> Array | None:
-        """The projection's factors, or else its bias: a kernel takes one of them."""
-        return (self.table.factors or self.table.biases).get(name)
+    def vectors(self, *names: str) -> tuple[Array | None, ...]:
+        """The factors of these projections, then their biases."""
+        return (*map(self.table.factors.get, names), *map(self.table.biases.get, names))
 
     def up_arguments(self) -> tuple[Any, ...]:
         up = self.projection("up")
@@ -186,10 +186,10 @@ class _Call:
         gate = self.projection("gate") or up
         pages = (*page_arguments(gate), *page_arguments(up))
         addresses = (self.table.addresses, self.table.layout.n_pages)
-        return (*self.item_arguments, *addresses, *pages, self.vector("gate"), self.vector("up"), self.buffers.hidden)
+        return (*self.item_arguments, *addresses, *pages, *self.vectors("gate", "up"), self.buffers.hidden)
 
     def down_arguments(self, down: ProjectionLayout) -> tuple[Any, ...]:
-        return (*self.item_arguments, *self.down_pages(down), self.vector("down"), self.out, down.n_rows)
+        return (*self.item_arguments, *self.down_pages(down), *self.vectors("down"), self.out, down.n_rows)
 
 
 @dataclass(slots=True)
@@ -210,7 +210,7 @@ class _Left:
             (32 * int(kernel.defines["BLOCK_WARPS"]),),
             (
                 buffers.hidden, buffers.values, buffers.scales, buffers.sums, down.n_in, self.ids, n_experts, top_k,
-                *call.down_pages(down), call.vector("down"), weights, out, down.n_rows, int(add), scale,
+                *call.down_pages(down), *call.vectors("down"), weights, out, down.n_rows, int(add), scale,
             ),
         )  # fmt: skip
 
@@ -222,8 +222,6 @@ def moe_experts(
     up, down = table.layout.projection("up"), table.layout.projection("down")
     if up is None or down is None:
         raise RimuruError(f"block {table.layout.layer}: experts need an up and a down projection")
-    if table.factors and table.biases:
-        raise RimuruError(f"block {table.layout.layer}: experts with factors and biases: use --device cpu")
     settle(x)
     n_tokens, top_k = ids.shape
     n_experts, buffers = table.layout.n_experts, scratch.private

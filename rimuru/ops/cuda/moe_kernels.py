@@ -40,8 +40,8 @@ def up_kernel(
     scaled: the experts have factors. listed: every item has a list of its expert's pages."""
     signature = (
         f"x_f32: f32*, x_values: i8*, x_scales: f32*, x_sums: i32*, width: i32, {_ITEMS}, {_PAGES}, {_UP_PAGES},"
-        "gate_bias: f32*, up_bias: f32*, hidden: f32*, act_values: i8*, act_scales: f32*, act_sums: i32*,"
-        "n_hidden: i32, activation: i32"
+        "gate_factors: f32*, up_factors: f32*, gate_bias: f32*, up_bias: f32*, hidden: f32*,"
+        "act_values: i8*, act_scales: f32*, act_sums: i32*, n_hidden: i32, activation: i32"
     )
     defines: dict[str, int | str] = {
         "FORMAT_GATE": gate or up, "FORMAT_UP": up, "GATED": int(gate is not None), "TOKEN_TILE": tile,
@@ -57,7 +57,7 @@ def down_kernel(
     """down for few tokens; the rest as in up_kernel."""
     signature = (
         f"h_f32: f32*, h_values: i8*, h_scales: f32*, h_sums: i32*, n_hidden: i32, {_ITEMS}, {_PAGES}, {_DOWN_PAGES},"
-        "bias: f32*, out: f32*, n_out: i32"
+        "factors: f32*, bias: f32*, out: f32*, n_out: i32"
     )
     defines: dict[str, int | str] = {
         "FORMAT_DOWN": down, "TOKEN_TILE": tile, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": DOWN_WARPS,
@@ -72,7 +72,8 @@ def down_sum_kernel(down: str, lanes: int, rows: int, resident: int, top_k: int,
     warps = ceil_div(top_k, ceil_div(top_k, DOWN_WARPS))
     signature = (
         "h_f32: f32*, h_values: i8*, h_scales: f32*, h_sums: i32*, n_hidden: i32, ids: i32*, n_experts: i32,"
-        f"top_k: i32, {_PAGES}, {_DOWN_PAGES}, bias: f32*, weights: f32*, out: f32*, n_out: i32, add: i32, scale: f32"
+        f"top_k: i32, {_PAGES}, {_DOWN_PAGES}, factors: f32*, bias: f32*,"
+        "weights: f32*, out: f32*, n_out: i32, add: i32, scale: f32"
     )
     defines: dict[str, int | str] = {
         "FORMAT_DOWN": down, "TOKEN_TILE": 1, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": warps,
@@ -141,7 +142,8 @@ def up_matrix_kernel(gate: str | None, up: str, shape: Shape, scaled: bool = Fal
     """gate_up on tensor cores; gate None = no gate."""
     signature = (
         f"x: f16*, x_scales: f32*, width: i32, {_ITEMS}, {_PAGES}, {_UP_PAGES},"
-        "gate_bias: f32*, up_bias: f32*, hidden: f32*, n_hidden: i32, activation: i32"
+        "gate_factors: f32*, up_factors: f32*, gate_bias: f32*, up_bias: f32*, hidden: f32*,"
+        "n_hidden: i32, activation: i32"
     )
     formats: dict[str, int | str] = {"FORMAT_GATE": gate or up, "FORMAT_UP": up, "GATED": int(gate is not None)}
     family, defines = shape.family, formats | shape.defines() | _SCALED[scaled] | _LISTED[listed]
@@ -153,7 +155,7 @@ def down_matrix_kernel(down: str, shape: Shape, scaled: bool = False, listed: bo
     """down on tensor cores."""
     signature = (
         f"hidden: f16*, h_scales: f32*, n_hidden: i32, {_ITEMS}, {_PAGES}, {_DOWN_PAGES},"
-        "bias: f32*, out: f32*, n_out: i32"
+        "factors: f32*, bias: f32*, out: f32*, n_out: i32"
     )
     family, defines = shape.family, {"FORMAT_DOWN": down} | shape.defines() | _SCALED[scaled] | _LISTED[listed]
     return Kernel(f"moe/moe_{family}.cu", f"moe_down_{family}", signature, defines)
