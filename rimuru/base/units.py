@@ -59,6 +59,11 @@ def parse_bytes(text: str | int | float) -> int:
     return int(min(float(match.group(1)) * _SUFFIX_BYTES[match.group(2).lower()], _MOST_BYTES))
 
 
+def counted(n: int, name: str) -> str:
+    """1 answer, 2 answers."""
+    return f"{n} {name}" if n == 1 else f"{n} {name}s"
+
+
 def human_bytes(n: int | float) -> str:
     """A size for people, in binary units: `1.5 GiB`."""
     value = float(n)

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from rimuru.base.units import ceil_div
+from rimuru.base.units import ceil_div, counted
 from rimuru.experts.residency import Residency
 from rimuru.memory.adjuster import (
     DecisionLog,
@@ -199,7 +199,7 @@ class ExpertRoom(CompactingRoom):
             return self._compact(seq_id, n_tokens)
         if self.policy == "cost" and is_running and not self._keeps_running(n_shrink, n_running):
             return self._compact(seq_id, n_tokens)
-        n_shrunk = self.shrink(n_shrink, f"request {seq_id} needs {needed} pages")
+        n_shrunk = self.shrink(n_shrink, f"request {seq_id} needs {counted(needed, 'page')}")
         return self._compact(seq_id, n_tokens) or n_shrunk > 0
 
     def _keeps_running(self, n_shrink: int, n_running: int) -> bool:
@@ -213,7 +213,8 @@ class ExpertRoom(CompactingRoom):
         if shrink_pays(n_running, rates.compute_s, rates.link_s + more_s, let_go_s, rates.exposed_share):
             rates.link_bytes += more_s * rates.link_bytes_per_s
             return True
-        self._refuse(f"{n_shrink} experts would cost {more_s * 1e3:.1f} ms of every step of {n_running} requests")
+        experts, requests = counted(n_shrink, "expert"), counted(n_running, "request")
+        self._refuse(f"{experts} would cost {more_s * 1e3:.1f} ms of every step of {requests}")
         return False
 
     def _used_pages(self) -> float:
@@ -237,7 +238,8 @@ class ExpertRoom(CompactingRoom):
             return True
         if self._refused != seq_id:
             self._refused = seq_id
-            self._refuse(f"request {seq_id} would need {wanted:.0f} pages, worth giving are {budget:.0f}")
+            needs = counted(round(wanted), "page")
+            self._refuse(f"request {seq_id} would need {needs}, worth giving: {max(0.0, budget):.0f}")
         return False
 
     def _is_target_old(self, n_running: int, n_waiting: int) -> bool:
@@ -310,7 +312,7 @@ class ExpertRoom(CompactingRoom):
             if not is_worth_experts or self._reuse_rate < REUSE_WORTH or n_shrink > self._most_shrinks():
                 return False
             self._is_short = True
-            self.shrink(n_shrink, f"states, and prefixes kept for reuse, need {needed} pages")
+            self.shrink(n_shrink, f"states, and prefixes kept for reuse, need {counted(needed, 'page')}")
             needed = self._short_of(needs)
         return super().make_pages(needs, is_worth_experts)
 
@@ -373,13 +375,13 @@ class ExpertRoom(CompactingRoom):
             n_shrink, _ = paper_decision(0, free + self._unused_prefix_pages(), k)
             _, n_expand = paper_decision(0, free, k)
             if n_shrink and n_running:
-                self.shrink(1, f"{free} pages are free")
+                self.shrink(1, _free_text(free))
         else:  # no reserve: whoever needs pages gets them when that pays, and admission would live on a reserve
             rates = self.store.rates
             idle_s = max(0.0, rates.compute_s - rates.link_s)
             n_expand = cost_expand(free, k, idle_s, self.expert_bytes / rates.link_bytes_per_s)
         if n_expand:
-            self._record("expand", f"{free} pages are free", self.store.expand(n_expand))
+            self._record("expand", _free_text(free), self.store.expand(n_expand))
 
     def _reclaim_prefixes(self) -> None:
         """Prefixes that nobody comes back for give their pages to experts, about one expert's per step, the oldest
@@ -410,3 +412,7 @@ class ExpertRoom(CompactingRoom):
                 Record(self.store.residency.step, action, reason, layer.layer, expert, layer.n_pages, n_bytes)
             )
             log.debug("%s expert %d of block %d: %s", action, expert, layer.layer, reason)
+
+
+def _free_text(n_pages: int) -> str:
+    return f"{counted(n_pages, 'page')} {'is' if n_pages == 1 else 'are'} free"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rimuru.base.units import human_bytes
+from rimuru.base.units import counted, human_bytes
 from rimuru.engine.build import LoadedModel
 from rimuru.engine.room import ExpertRoom
 from rimuru.memory.adjuster import DecisionLog, Record
@@ -22,6 +24,9 @@ STATIC = Path(__file__).parent / "static"
 MAX_CELLS = 1536
 """More huge pages than this share cells, side by side."""
 OBSERVE_S = 0.5
+RUN_STEPS = 32
+"""Decisions of one kind that lie no further apart, with no other in between, are one line."""
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?: (?:expert|page|request)s?)?(?: is| are)?")
 _EXPERT, _BUFFER, _SHARED, _SSM, _CONV, _REQUEST = range(6)
 _CLASS_BITS = 40
 
@@ -37,6 +42,8 @@ class ChangeLog:
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self.entries: deque[dict[str, Any]] = deque(maxlen=40)
+        self._run: _Run | None = None
+        """What the newest entry tells of, where it is decisions."""
         self._seen: dict[str, int] | None = None
         self._n_decisions = 0
         self._next = 0.0
@@ -64,7 +71,15 @@ class ChangeLog:
         new = decisions.records(n_all - self._n_decisions)
         self._n_decisions = n_all
         for (action, reason), group in itertools.groupby(new, key=lambda record: (record.action, record.reason)):
-            self.add(_decision_text(action, reason, list(group)))
+            self._decided(_Run.of(action, reason, list(group)))
+
+    def _decided(self, new: _Run) -> None:
+        """One entry, or more of the newest one."""
+        if self._run is not None and self._run.goes_on_with(new):
+            self.entries.popleft()
+            new = self._run.joined(new)
+        self.add(new.text())
+        self._run = new
 
     def _compare(self, before: dict[str, int], after: dict[str, int]) -> None:
         if after["huge"] != before["huge"]:
@@ -83,23 +98,54 @@ class ChangeLog:
         self.add(f"{counted(n_preempted, 'answer')} gave way to others{place}", gave_way=(n_preempted, n_moved))
 
     def add(self, text: str, **more: Any) -> None:
+        self._run = None
         self.entries.appendleft({"time": time.time(), "text": text, **more})
 
 
-def counted(n: int, name: str) -> str:
-    """1 answer, 2 answers."""
-    return f"{n} {name}" if n == 1 else f"{n} {name}s"
+@dataclass(frozen=True)
+class _Run:
+    """Decisions of one kind that follow each other; the reason is the last one's."""
+
+    action: str
+    reason: str
+    n_times: int
+    last_step: int
+    n_experts: int
+    n_bytes: int
+    layers: tuple[int, int]
+    """The first and the last."""
+
+    @classmethod
+    def of(cls, action: str, reason: str, records: list[Record]) -> _Run:
+        """Records of decisions that were taken together."""
+        layers = [record.layer for record in records]
+        n_bytes = sum(record.bytes for record in records)
+        return cls(action, reason, 1, records[-1].step, len(records), n_bytes, (min(layers), max(layers)))
+
+    def goes_on_with(self, later: _Run) -> bool:
+        is_alike = self.action == later.action and _shape(self.reason) == _shape(later.reason)
+        return is_alike and later.last_step - self.last_step <= RUN_STEPS
+
+    def joined(self, later: _Run) -> _Run:
+        layers = min(self.layers[0], later.layers[0]), max(self.layers[1], later.layers[1])
+        n_experts, n_bytes = self.n_experts + later.n_experts, self.n_bytes + later.n_bytes
+        n_times = self.n_times + later.n_times
+        return _Run(later.action, later.reason, n_times, later.last_step, n_experts, n_bytes, layers)
+
+    def text(self) -> str:
+        first, last = self.layers
+        is_one = self.n_times == 1
+        if self.action == "refuse":
+            return f"kept the experts{'' if is_one else f' {self.n_times} times, last'}: {self.reason}"
+        of = f"layer {first}" if first == last else f"layers {first} to {last}"
+        done = "gave up" if self.action == "shrink" else "brought in"
+        what = f"{done} {counted(self.n_experts, 'expert')} of {of} ({human_bytes(self.n_bytes)})"
+        return f"{what}{'' if is_one else f' in {self.n_times} goes, last'}: {self.reason}"
 
 
-def _decision_text(action: str, reason: str, records: list[Record]) -> str:
-    """One line for decisions that were taken together."""
-    if action == "refuse":
-        return f"kept the experts: {reason}"
-    n, size = len(records), human_bytes(sum(record.bytes for record in records))
-    layers = sorted({record.layer for record in records})
-    of = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
-    done = "gave up" if action == "shrink" else "brought in"
-    return f"{done} {counted(n, 'expert')} of {of} ({size}): {reason}"
+def _shape(reason: str) -> str:
+    """What reasons have in common that differ in numbers only."""
+    return _NUMBER.sub("#", reason)
 
 
 def snapshot(loop: EngineLoop, changes: ChangeLog, name: str) -> dict[str, Any]:

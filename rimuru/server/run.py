@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from rimuru.base.errors import BadInputError, RimuruError
+from rimuru.base.units import counted
 from rimuru.engine.build import LoadedModel
 from rimuru.server.connections import (
     ACCEPT_AT_ONCE,
@@ -23,7 +24,6 @@ from rimuru.server.connections import (
     most_connections,
     raise_descriptor_limit,
 )
-from rimuru.server.dashboard import counted
 from rimuru.server.guard import Guard
 from rimuru.server.http import create_app
 from rimuru.server.loop import EngineLoop

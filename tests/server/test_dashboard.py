@@ -11,7 +11,7 @@ from server_fixtures import Running
 
 from rimuru.engine.room import ExpertRoom
 from rimuru.memory.adjuster import DecisionLog, Record
-from rimuru.server.dashboard import STATIC, ChangeLog
+from rimuru.server.dashboard import RUN_STEPS, STATIC, ChangeLog
 
 
 def test_the_picture_agrees_with_the_report(script: Any) -> None:
@@ -66,17 +66,73 @@ def test_decisions_are_the_adjusters_own(script: Running, monkeypatch: pytest.Mo
     for layer, expert in ((0, 1), (0, 5), (1, 2)):
         decisions.add(Record(7, "shrink", "request 4 needs 9 pages", layer, expert, 3, 1 << 20))
     decisions.add(Record(8, "expand", "30 pages are free", 1, 2, 3, 1 << 20))
-    decisions.add(Record(9, "refuse", "request 5 would need 90 pages, worth giving are 12", -1, -1, 0, 0))
+    decisions.add(Record(9, "refuse", "request 5 would need 90 pages, worth giving: 12", -1, -1, 0, 0))
     for n in (1, 2):
         changes.observe()
         monkeypatch.setattr(loaded.engine.scheduler, "n_preemptions", loaded.engine.scheduler.n_preemptions + n)
     changes.observe()
     assert [entry["text"] for entry in changes.entries] == [
         "3 answers gave way to others",
-        "kept the experts: request 5 would need 90 pages, worth giving are 12",
+        "kept the experts: request 5 would need 90 pages, worth giving: 12",
         "brought in 1 expert of layer 1 (1.0 MiB): 30 pages are free",
         "gave up 3 experts of layers 0 to 1 (3.0 MiB): request 4 needs 9 pages",
     ]
+
+
+def test_the_same_decision_again_and_again_is_one_line(script: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end with another kind, another sort of reason, another event or a pause; no expert is told twice."""
+    loaded = script.llm.loaded
+    assert isinstance(loaded.room, ExpertRoom)
+    monkeypatch.setattr(loaded.room, "decisions", DecisionLog())
+    monkeypatch.setattr("rimuru.server.dashboard.OBSERVE_S", 0.0)
+    changes, decisions = ChangeLog(loaded), loaded.room.decisions
+
+    def texts() -> list[str]:
+        changes.observe()
+        return [entry["text"] for entry in changes.entries]
+
+    for step, request, pages, layer in ((1, 4, "2 pages", 3), (1, 5, "1 page", 2), (2, 4, "1 page", 2)):
+        decisions.add(Record(step, "shrink", f"request {request} needs {pages}", layer, 0, 3, 1 << 20))
+    assert texts() == ["gave up 3 experts of layers 2 to 3 (3.0 MiB) in 3 goes, last: request 4 needs 1 page"]
+    decisions.add(Record(2 + RUN_STEPS, "shrink", "request 9 needs 12 pages", 5, 0, 3, 1 << 20))
+    joined = "gave up 4 experts of layers 2 to 5 (4.0 MiB) in 4 goes, last: request 9 needs 12 pages"
+    assert texts() == [joined]
+    decisions.add(Record(3 + 2 * RUN_STEPS, "shrink", "request 9 needs 1 page", 5, 1, 3, 1 << 20))
+    later = "gave up 1 expert of layer 5 (1.0 MiB): request 9 needs 1 page"
+    assert texts() == [later, joined]
+    decisions.add(Record(4 + 2 * RUN_STEPS, "shrink", "0 pages are free", 1, 1, 3, 1 << 20))
+    decisions.add(Record(5 + 2 * RUN_STEPS, "shrink", "1 page is free", 1, 2, 3, 1 << 20))
+    free = "gave up 2 experts of layer 1 (2.0 MiB) in 2 goes, last: 1 page is free"
+    assert texts() == [free, later, joined]
+    monkeypatch.setattr(loaded.engine.scheduler, "n_preemptions", loaded.engine.scheduler.n_preemptions + 1)
+    told = ["1 answer gave way to others", free, later, joined]
+    assert texts() == told
+    decisions.add(Record(5 + 2 * RUN_STEPS, "shrink", "1 page is free", 1, 3, 3, 1 << 20))
+    told = ["gave up 1 expert of layer 1 (1.0 MiB): 1 page is free", *told]
+    for reason in (
+        "1 expert would cost 0.5 ms of every step of 2 requests",
+        "3 experts would cost 12.0 ms of every step of 1 request",
+    ):
+        decisions.add(Record(6 + 2 * RUN_STEPS, "refuse", reason, -1, -1, 0, 0))
+    assert texts() == [f"kept the experts 2 times, last: {reason}", *told]
+
+
+def test_reasons_say_one_page_and_two_pages(script: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = script.llm.loaded.room
+    assert isinstance(room, ExpertRoom)
+    told: list[str] = []
+    monkeypatch.setattr(room, "shrink", lambda n, reason: told.append(reason) or 1)
+    monkeypatch.setattr(room, "_compact", lambda *_: True)
+    monkeypatch.setattr(room, "_unused_prefix_pages", lambda: 0)
+    for name, value in (("policy", "paper"), ("pages_per_expert", 6.0), ("_is_short", False), ("_n_steps", 0)):
+        monkeypatch.setattr(room, name, value)
+    for n in (1, 2):
+        monkeypatch.setattr(room, "pages_short", lambda *_, n=n: n)
+        monkeypatch.setattr(ExpertRoom, "free_pages", n)
+        room.make(7, 1)
+        room._is_short = False
+        room.adjust(1, 0, lambda: 0, 1.0)
+    assert told == ["request 7 needs 1 page", "1 page is free", "request 7 needs 2 pages", "2 pages are free"]
 
 
 def test_metrics_count_decisions_and_swapping(script: Running) -> None:
