@@ -60,6 +60,10 @@ class StoreReadError(RimuruError):
     code = "store_read_error"
 
 
+class LostPagesError(RimuruError):
+    """What a request had written did not come back from host memory; it has to be run again."""
+
+
 class QueueFullError(RimuruError):
     """Too many requests are waiting."""
 

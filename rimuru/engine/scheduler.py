@@ -14,14 +14,17 @@ Knows memory only through SequenceCache and `Room`; runs without weights.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-from rimuru.base.errors import NotEnoughMemoryError
+from rimuru.base.errors import LostPagesError, NotEnoughMemoryError
 from rimuru.engine.queue import WaitingQueue
 from rimuru.plan import PlannedTokens, StepPlan
 from rimuru.request import Sequence
+
+log = logging.getLogger(__name__)
 
 Admission = Literal["optimistic", "reserve"]
 HOLD_S = 1.0
@@ -271,7 +274,15 @@ class Scheduler:
             n_reused = self.cache.open(sequence.seq_id, sequence.tokens).n_cached_tokens
             sequence.n_cached = n_reused
             n_tokens = min(sequence.n_runnable, budget)
-            if not self._fits(sequence, n_reused) or not self.cache.extend(sequence.seq_id, n_tokens):
+            try:
+                starts = self._fits(sequence, n_reused) and self.cache.extend(sequence.seq_id, n_tokens)
+            except LostPagesError as error:
+                log.warning("request %d: %s", sequence.seq_id, error)
+                self.cache.release(sequence.seq_id, keep_prefix=False)
+                self.cache.forget(sequence.seq_id)
+                sequence.n_cached = 0
+                continue
+            if not starts:
                 self.cache.release(sequence.seq_id)
                 sequence.n_cached = 0
                 if self.running:

@@ -9,6 +9,7 @@ taken from the copier in chunks as it is needed, up to a limit, and used again; 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -16,13 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from rimuru.base.errors import AuditError
+from rimuru.base.errors import AuditError, LostPagesError
 from rimuru.base.units import ceil_div
 from rimuru.memory.kv_cache import KvCache, KvSequence
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.prefix import Key
 from rimuru.memory.specs import PageKind
 from rimuru.memory.state_cache import StatePages
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 << 20
 FIRST_BYTES_PER_S = 8e9
@@ -131,7 +134,8 @@ class PageSwap:
 
     # ---- out
     def save(self, seq_id: Hashable, sequence: KvSequence | None, states: StatePages, n_tokens: int) -> bool:
-        """Copy what the sequence needs for its next token, and wait. False, and nothing changed, where room lacks."""
+        """Copy what the sequence needs for its next token, and wait. False, and nothing changed, where room lacks or a
+        copy fails."""
         columns = [] if sequence is None else self._visible(sequence)
         new_units, shared, own = self._sort_out(sequence, columns)
         needs = {kind: ids.size for kind, ids in states.items()}
@@ -153,9 +157,14 @@ class PageSwap:
         for key in saved.units:
             self._units[key].n_users += 1
         saved.columns = self._slot_rows(sequence, columns, saved, own, own_slots)
-        self._copy(sources, out=True)
-        self.n_saved += 1
         self.saved[seq_id] = saved
+        try:
+            self._copy(sources, out=True)
+        except Exception as error:
+            log.warning("a request that gives way is run again later: %s", error)
+            self.forget(seq_id)
+            return False
+        self.n_saved += 1
         return True
 
     def _visible(self, sequence: KvSequence) -> list[np.ndarray]:
@@ -230,7 +239,10 @@ class PageSwap:
 
     def load(self, saved: SavedSequence, sequence: KvSequence | None, states: StatePages, token_ids: list[int]) -> None:
         """Copy to the sequence's new pages what the prefix index did not bring back (token_ids, from `begin`), and
-        wait. Its KV tables reach beyond saved.n_tokens already. Finished units become findable again."""
+        wait. Its KV tables reach beyond saved.n_tokens already. Finished units become findable again.
+
+        Raises LostPagesError where a copy fails: the sequence's pages hold nothing of use then.
+        """
         targets: list[tuple[PageKind, np.ndarray, np.ndarray]] = []
         for g, slots in enumerate(saved.columns):
             assert self.kv is not None and sequence is not None
@@ -241,7 +253,10 @@ class PageSwap:
                 raise AuditError(f"group {g} of slot {sequence.slot} has no pages for what was saved")
             targets.append(("kv", pages, slots[wanted]))
         targets += [(kind, states[kind], slots) for kind, slots in saved.states.items()]
-        self._copy(targets, out=False)
+        try:
+            self._copy(targets, out=False)
+        except Exception as error:
+            raise LostPagesError(f"what a request had written is lost, it is run again: {error}") from error
         if self.kv is not None and sequence is not None:
             self.kv.commit(sequence, token_ids)
             sequence.n_to_load = 0
@@ -263,16 +278,18 @@ class PageSwap:
                 del self._units[key]
 
     def _copy(self, parts: list[tuple[PageKind, np.ndarray, np.ndarray]], out: bool) -> None:
-        """Between pages and slots, one way, and wait; times the link."""
+        """Between pages and slots, one way, and wait; times the link. Where one fails, none is under way afterwards."""
         copier = self.pool.copier
         assert copier is not None
         started, n_bytes = time.perf_counter(), 0
-        for kind, ids, slots in parts:
-            for address, slot in zip(self.pool.addresses(kind, ids).tolist(), slots.tolist(), strict=True):
-                row = self.slots.row(kind, slot)
-                copier.copy_out(row, address) if out else copier.copy_in(address, row)
-            n_bytes += ids.size * self.pool.allocator.unit_bytes(kind)
-        copier.wait()
+        try:
+            for kind, ids, slots in parts:
+                for address, slot in zip(self.pool.addresses(kind, ids).tolist(), slots.tolist(), strict=True):
+                    row = self.slots.row(kind, slot)
+                    copier.copy_out(row, address) if out else copier.copy_in(address, row)
+                n_bytes += ids.size * self.pool.allocator.unit_bytes(kind)
+        finally:
+            copier.wait()
         self.moved_bytes += n_bytes
         rate = n_bytes / max(time.perf_counter() - started, 1e-6)
         if n_bytes and out:  # on the way in it may wait for a step

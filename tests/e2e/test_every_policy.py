@@ -17,6 +17,8 @@ import pytest
 from rimuru import LLM, SamplingParams
 from rimuru.base.errors import NotEnoughMemoryError, RimuruError, StoreReadError
 from rimuru.engine import build
+from rimuru.engine.engine import Engine
+from rimuru.engine.resolve import GRANULE_BYTES
 from rimuru.engine.room import ExpertRoom
 from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.source import GgufExpertSource
@@ -96,7 +98,7 @@ def known(model: Path, device: str) -> tuple[list[list[int]], int]:
                 assert llm.generate([PROMPTS[i]], GREEDY)[0].token_ids == together[i]
             report = llm.memory()
         needed = report["dense_bytes"] + report["scratch_bytes"] + report["views"]["buffer"]["bytes"]
-        needed += (2 << 20) if device == "cuda" else 0  # a granule of its memory
+        needed += GRANULE_BYTES if device == "cuda" else 0
         _known[key] = together, needed + report["views"]["expert"]["bytes"] // 2
     return _known[key]
 
@@ -189,7 +191,15 @@ def test_static_keeps_everybody_and_refuses_where_it_cannot(model: Path, device:
 
 
 # ---- faults
-PERIODS = {"copy_in": 40, "copy_within": 30, "resize": 3, "allocate": 11, "allocate_expert": 9, "read_expert": 150}
+PERIODS = {
+    "copy_in": 40,
+    "copy_out": 17,
+    "copy_within": 30,
+    "resize": 3,
+    "allocate": 11,
+    "allocate_expert": 9,
+    "read_expert": 150,
+}
 """Every so manieth call of a kind fails, of others every fifth."""
 STORES: dict[str, dict[str, object]] = {
     "by the device": {"policy": "cost"},
@@ -205,6 +215,11 @@ class Faults:
         self.is_on = False
         self.n_calls: Counter[str] = Counter()
         self.n_failed: Counter[str] = Counter()
+        self.last = "nothing"
+
+    def told(self) -> str:
+        """For the line of a failing test."""
+        return f"failed last: {self.last}; failed {dict(self.n_failed)} of {dict(self.n_calls)}"
 
     def may_fail(self, owner: object, name: str, answer: Any = None) -> None:
         """From now on calls of owner.name raise at times, or give None where `answer` says so."""
@@ -214,12 +229,19 @@ class Faults:
             self.n_calls[name] += self.is_on
             if self.is_on and self.n_calls[name] % PERIODS.get(name, 5) == 0:
                 self.n_failed[name] += 1
+                self.last = f"{name}, call {self.n_calls[name]}"
                 if answer == "none":
                     return None
                 raise OSError(f"{name} fails now")
             return call(*args, **more)
 
         setattr(owner, name, called)
+
+
+def slow_prompts(engine: Engine) -> None:
+    """Who gives way moves to host memory: running prompts again would take long."""
+    engine.scheduler.prefill.tokens_per_s = 1e-3
+    engine.scheduler.prefill.end = lambda is_busy: None  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("kind", STORES)
@@ -231,9 +253,11 @@ def test_faults_anywhere_in_resizes_expansions_and_fetches(
     expected, tight = known(model, device)
     monkeypatch.setenv("RIMURU_POISON", "1")
     n_requests = 8
-    with open_model(model, device, memory=tight, **STORES[kind]) as llm:
+    with open_model(model, device, memory=tight, swap="64MiB", **STORES[kind]) as llm:
         engine, store, room, pool = llm.loaded.engine, llm.loaded.store, llm.loaded.room, llm.loaded.pool
         assert store is not None and isinstance(room, ExpertRoom) and pool.copier is not None
+        step_bytes = max(pool.layout.huge_bytes, GRANULE_BYTES if device == "cuda" else 0)  # what is mapped or not
+        slow_prompts(engine)
         faults, chance = Faults(), random.Random(5)
         for copier in {id(copier): copier for copier in (pool.copier, store.copier)}.values():
             for name in ("copy_in", "copy_out", "copy_within"):
@@ -253,9 +277,12 @@ def test_faults_anywhere_in_resizes_expansions_and_fetches(
                     except OSError:
                         n_refused += 1
                 try:
-                    llm.resize(tight - chance.randrange(3) * pool.layout.huge_bytes)
+                    llm.resize(tight - chance.randrange(3) * step_bytes)
                 except (OSError, NotEnoughMemoryError):
                     n_refused += 1
+                if engine.n_steps % 4 == 3:
+                    engine.scheduler.preempt_youngest()
+                print(f"turn {turn}, step {engine.n_steps}, {pool.total_bytes} bytes: {faults.last}")  # where one fails
                 engine.step()
                 faults.is_on = False  # an audit asks the device
                 engine.audit()
@@ -264,15 +291,20 @@ def test_faults_anywhere_in_resizes_expansions_and_fetches(
             for sequence, answer in zip(sequences, expected, strict=False):
                 if sequence.error is None:
                     n_answered += 1
-                    assert sequence.output_ids == answer, turn
+                    assert sequence.output_ids == answer, (turn, sequence.seq_id, sequence.n_preemptions)
                 else:
                     n_ended += 1
                     assert isinstance(sequence.error, RimuruError) and str(sequence.error)
+            llm.resize(tight)
             again = [answer.token_ids for answer in llm.generate(PROMPTS[:n_requests], GREEDY)]
             assert again == expected[:n_requests]
             engine.audit()
-        assert n_refused > 0 and n_answered > 0, (n_refused, n_answered, n_ended)
-        assert faults.n_failed["allocate"] + faults.n_failed["allocate_expert"] > 0, faults.n_failed
+        told = (
+            f"refused {n_refused}, answered {n_answered}, ended {n_ended}, {faults.told()}, {engine.cache.swap.stats()}"
+        )
+        assert n_refused > 0 and n_answered > 0 and faults.n_calls["resize"] > 0, told
+        assert engine.cache.swap.n_saved > 0 and faults.n_failed["copy_out"] > 0, told
+        assert faults.n_failed["allocate"] + faults.n_failed["allocate_expert"] > 0, told
 
 
 def test_a_file_that_cannot_be_read_is_no_engine(model: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

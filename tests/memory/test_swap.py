@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rimuru.base.errors import LostPagesError
 from rimuru.memory.cache import ORDER, SequenceCache
 from rimuru.memory.specs import PoolLayout
 
@@ -120,6 +121,53 @@ def test_shared_units_are_saved_once_and_found_again() -> None:
     grow(cache, written, 1, [*system, 1, 50])
     assert cache.swap.moved_bytes - n_moved == cache.pool.layout.page_bytes("kv"), "the system prompt was still there"
     cache.forget(2)
+    cache.audit()
+    assert cache.swap.used_bytes() == 0
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_copies_that_fail_leave_nothing_behind(name: str, fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the way out the sequence stays as it was, beside one that shares its units; on the way in, it begins anew."""
+    cache = make(LAYOUTS[name], 12)
+    written, tokens = Written(cache), list(range(100, 122))
+    for seq_id in (1, 2):
+        cache.open(seq_id, [*tokens, seq_id])
+        grow(cache, written, seq_id, [*tokens, seq_id])
+    assert cache.swap_out(2)
+    used_bytes, copier = cache.swap.used_bytes(), cache.pool.copier
+    n_calls = 0
+
+    def fails(*_: object) -> None:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls >= fails_at:
+            raise OSError("no link")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(copier, "copy_out", fails)
+        for _ in range(2):
+            n_calls = fails_at - 1
+            assert not cache.swap_out(1)
+            assert cache.swap.used_bytes() == used_bytes and list(cache.swap.saved) == [2]
+            cache.audit()
+            written.check(1, [*tokens, 1])
+    assert cache.swap_out(1)
+    cache.evict_prefix(1 << 20)
+    cache.evict_prefix(1 << 20, states_first=True)
+    with monkeypatch.context() as broken:
+        n_calls = fails_at - 1
+        broken.setattr(copier, "copy_in", fails)
+        assert cache.open(1, [*tokens, 1]).n_cached_tokens == 23
+        with pytest.raises(LostPagesError, match="no link"):
+            cache.extend(1, 2)
+    cache.release(1, keep_prefix=False)
+    cache.forget(1)
+    cache.audit()
+    assert cache.open(1, [*tokens, 1]).n_cached_tokens == 0, "nothing of it may be taken for its content"
+    grow(cache, written, 1, [*tokens, 1])
+    assert cache.open(2, [*tokens, 2]).n_cached_tokens == 23
+    grow(cache, written, 2, [*tokens, 2, 7, 8])
     cache.audit()
     assert cache.swap.used_bytes() == 0
 
