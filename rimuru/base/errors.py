@@ -61,7 +61,7 @@ class StoreReadError(RimuruError):
 
 
 class LostPagesError(RimuruError):
-    """What a request had written did not come back from host memory; it has to be run again."""
+    """What a request had written, or was to begin with, did not come to its pages; it has to be run again."""
 
 
 class QueueFullError(RimuruError):

@@ -9,14 +9,17 @@ and the snapshot is forgotten when they are. Least recently used ones leave firs
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
 
-from rimuru.base.errors import AuditError
+from rimuru.base.errors import AuditError, LostPagesError
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import PageKind
 from rimuru.memory.state_cache import Snapshot, SnapshotIndex, StateCache, StatePages, allocate_all, free_all
+
+log = logging.getLogger(__name__)
 
 MakePages = Callable[[dict[PageKind, int], bool], bool]
 """make_pages(needs, is_worth_experts): free so many ids of each kind by moving pages, and from experts if that is worth
@@ -47,7 +50,7 @@ class HostStates:
         return self.n_used == self.n_slots
 
     def save(self, pages: StatePages) -> int | None:
-        """Copy pages out and wait; the slot that holds them, None where all are taken."""
+        """Copy pages out and wait; the slot that holds them, None where all are taken or a copy fails."""
         copier = self.pool.copier
         if copier is None or self.is_full:
             return None
@@ -55,8 +58,14 @@ class HostStates:
             self._memory.append(copier.alloc_host(self.slot_bytes))
             self._free.append(len(self._memory) - 1)
         slot = self._free.pop()
-        for address, part in self._parts(slot, pages):
-            copier.copy_out(part, address)
+        try:
+            for address, part in self._parts(slot, pages):
+                copier.copy_out(part, address)
+        except Exception as error:
+            log.warning("states were not moved to host memory: %s", error)
+            copier.wait()
+            self.free(slot)
+            return None
         copier.wait()
         return slot
 
@@ -64,9 +73,11 @@ class HostStates:
         """Copy a slot into pages, as many of each kind as were saved, and wait."""
         copier = self.pool.copier
         assert copier is not None
-        for address, part in self._parts(slot, targets):
-            copier.copy_in(address, part)
-        copier.wait()
+        try:
+            for address, part in self._parts(slot, targets):
+                copier.copy_in(address, part)
+        finally:
+            copier.wait()
 
     def free(self, slot: int) -> None:
         """The slot's content is not needed any more."""
@@ -122,7 +133,12 @@ class SnapshotStore(SnapshotIndex):
                 return False
             targets = allocate_all(self.pool, needs, -1)
         if targets is not None:
-            self.states.copy(pages, targets)
+            try:
+                self.states.copy(pages, targets)
+            except Exception as error:
+                log.warning("states are not kept: %s", error)
+                free_all(self.pool, targets)
+                return False
         self.add(Snapshot(unit_hash, tail, n_tokens, targets or {}, host_slot=slot))
         return True
 
@@ -158,11 +174,17 @@ class SnapshotStore(SnapshotIndex):
             self.release(self.forget(oldest))
 
     def copy_to(self, snapshot: Snapshot, targets: StatePages) -> None:
-        """Fill a sequence's pages with the snapshot's states, and wait."""
-        if snapshot.host_slot is None:
-            self.states.copy(snapshot.pages, targets)
-        else:
-            self.host.load(snapshot.host_slot, targets)
+        """Fill a sequence's pages with the snapshot's states, and wait. Where that fails: LostPagesError, and nobody
+        finds the snapshot any more."""
+        try:
+            if snapshot.host_slot is None:
+                self.states.copy(snapshot.pages, targets)
+            else:
+                self.host.load(snapshot.host_slot, targets)
+        except Exception as error:
+            if any(known is snapshot for known in self._order.values()):
+                self.release(self.forget(snapshot))
+            raise LostPagesError(f"kept states are lost, the prompt is run from its beginning: {error}") from error
 
     def release(self, snapshot: Snapshot | None) -> None:
         """Give back what a forgotten snapshot holds (None: what `drop` and `forget` say where it is still needed)."""

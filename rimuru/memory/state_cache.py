@@ -105,12 +105,14 @@ class StateCache:
         copier = self.pool.copier
         if copier is None:
             raise AuditError("states cannot be copied: the pool has no copier")
-        for kind, ids in sources.items():
-            n_bytes = self.pool.allocator.unit_bytes(kind)
-            pairs = zip(self.pool.addresses(kind, targets[kind]), self.pool.addresses(kind, ids), strict=True)
-            for target, source in pairs:
-                copier.copy_within(int(target), int(source), n_bytes)
-        copier.wait()
+        try:
+            for kind, ids in sources.items():
+                n_bytes = self.pool.allocator.unit_bytes(kind)
+                pairs = zip(self.pool.addresses(kind, targets[kind]), self.pool.addresses(kind, ids), strict=True)
+                for target, source in pairs:
+                    copier.copy_within(int(target), int(source), n_bytes)
+        finally:
+            copier.wait()
 
     def flip(self, kind: PageKind, sources: np.ndarray, targets: np.ndarray) -> None:
         """Moved pages."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cache_lives import batch_rows, fill_states, prefill, states_hold, write_kv
 
-from rimuru.base.errors import AuditError
+from rimuru.base.errors import AuditError, LostPagesError
 from rimuru.memory.cache import SequenceCache
 
 
@@ -50,6 +50,38 @@ def test_states_and_the_started_page_come_back_from_ram() -> None:
     cache.audit()
     cache.release("b")
     assert hit(cache, tokens) == 10, "the copy in RAM stays"
+
+
+def test_copies_that_fail_cost_the_snapshot_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out to host memory, back from it, from a sequence to its snapshot and from a snapshot to a sequence."""
+
+    def fails(*_: object) -> None:
+        raise OSError("no link")
+
+    cache = make(12, 2)
+    copier = cache.pool.copier
+    first, second, third = (conversation(cache, number) for number in (5, 6, 7))
+    with monkeypatch.context() as broken:
+        broken.setattr(copier, "copy_out", fails)
+        assert cache.snapshots.evict() > 0 and cache.snapshots.host.n_used == 0
+        cache.audit()
+    assert hit(cache, first) == 0 and cache.snapshots.evict() > 0
+    for name, tokens in (("copy_in", second), ("copy_within", third)):
+        assert cache.open("b", [*tokens, 1, 2]).n_cached_tokens == 10
+        with monkeypatch.context() as broken:
+            broken.setattr(copier, name, fails)
+            with pytest.raises(LostPagesError, match="no link"):
+                cache.extend("b", 2)
+        cache.release("b", keep_prefix=False)
+        cache.audit()
+        assert hit(cache, tokens) == 0
+    prefill(cache, "c", list(range(9)))
+    with monkeypatch.context() as broken:
+        broken.setattr(copier, "copy_within", fails)
+        assert not cache.snapshot("c")
+    cache.audit()
+    assert cache.snapshot("c")
+    cache.audit()
 
 
 def test_ram_is_bounded_and_the_oldest_leaves() -> None:
