@@ -141,6 +141,7 @@ def test_what_goes_by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     case = delta_case("pieces", PIECES, DeltaNetSpec(1, 2, 64, 4, "grouped"))
     step: Any = type("Step", (), {"host": case.inputs()["batch"]})
     spec, other = DeltaNetSpec(1, 2, 64, 4, "grouped"), DeltaNetSpec(1, 2, 48, 4, "grouped")
+    monkeypatch.setenv("RIMURU_DELTA_CHUNKS", "8")
     assert DeltaChunks(False).sequences(step, spec) == [1, 2]
     assert DeltaChunks(False).sequences(step, other) == [] == DeltaChunks(True).sequences(step, spec)
     monkeypatch.setenv("RIMURU_DELTA_CHUNKS", "0")

@@ -42,8 +42,9 @@ def test_logits_by_chunks(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert max(worst.values()) <= 3e-5, worst
 
 
-def test_long_prompts_beside_short_ones_and_their_prefixes(tmp_path: Path) -> None:
+def test_long_prompts_beside_short_ones_and_their_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """States that chunks left are snapshots like any other: answers are those of prompts that run alone."""
+    monkeypatch.setenv("RIMURU_DELTA_CHUNKS", "8")
     path = write_random_model(tmp_path / "m.gguf", "qwen35moe", "f32", seed=3, tokenizer=False, **ALL_EXPERTS)
     prompts = [TOKENS[:600], TOKENS[5:12], TOKENS[:600] + TOKENS[:150], TOKENS[300:]]
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)

@@ -34,8 +34,9 @@ def test_equal_to_launches_of_their_own(ops: Any, case: Case, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("case", waiting.CASES, ids=lambda case: case.name)
-def test_attention_prepares_what_waited(ops: Any, case: Case) -> None:
+def test_attention_prepares_what_waited(ops: Any, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits as of two launches, in the output and in the pages."""
+    monkeypatch.setenv("RIMURU_DECODE_PREPARES", "1")
     inputs = case.inputs()
     got, apart = (case.run(ops, inputs | {"waits": waits}) for waits in (True, False))
     assert all(np.array_equal(got[name], apart[name]) for name in got)

@@ -332,7 +332,7 @@ class Attention:
         norm_kind, step, kv = arguments[5], arguments[12], arguments[13]
         group, alone = kv.group, step.host.n_tokens == step.host.n_seqs
         fast = has_fast_kernel(group.key_dim, group.value_dim, group.element, group.value_dim == 0)
-        if may_wait and alone and fast and norm_kind != "vector" and env.fused_norms():
+        if may_wait and alone and fast and norm_kind != "vector" and env.decode_prepares():
             check_layout(group, kv.page_bytes, kv.layer_offset_bytes)
             self._waiting = (*arguments, rope_first)
         else:
