@@ -22,17 +22,18 @@ from rimuru.formats.quants_ref import dequantize
 from rimuru.formats.writer import KeyValue, write_gguf
 
 N_TOKENS = 3000
-"""Of the held-out text, from its beginning, and as many from its end: so both sources of stories are in it."""
-PERPLEXITY = 3.5734
+"""Of the held-out text, from its beginning, and as many from its 41st document on: tales, then the other stories."""
+N_TALES = 40
+PERPLEXITY = 4.1184
 """Of those tokens on the CPU, in windows of 512."""
 RECODED = {
-    "q8_0": 9.3970,
-    "q6_k": 9.4124,
-    "q5_0": 9.4286,
-    "q4_k": 9.5125,
-    "q4_0": 9.5477,
-    "iq4_nl": 9.4995,
-    "mxfp4": 9.7354,
+    "q8_0": 11.5798,
+    "q6_k": 11.5903,
+    "q5_0": 11.6890,
+    "q4_k": 11.7868,
+    "q4_0": 11.8197,
+    "iq4_nl": 11.8364,
+    "mxfp4": 11.8980,
 }
 """The same where the matrices are decoded and encoded again in another type."""
 
@@ -40,8 +41,12 @@ RECODED = {
 @pytest.fixture(scope="module")
 def ids() -> list[int]:
     with LLM("demo", device="cpu", memory="64MiB", threads=1) as llm:
-        found = llm.tokenize(held_out_path().read_text(encoding="utf-8"))
-    return found[:N_TOKENS] + found[-N_TOKENS:]
+        documents = held_out_path().read_text(encoding="utf-8").split("<|endoftext|>")[:-1]
+        tales, others = (
+            llm.tokenize("".join(f"{text}<|endoftext|>" for text in part))
+            for part in (documents[:N_TALES], documents[N_TALES:])
+        )
+    return tales[:N_TOKENS] + others[:N_TOKENS]
 
 
 def perplexity(model: str | Path, ids: list[int], **options: object) -> float:
@@ -145,11 +150,11 @@ def test_it_answers_a_request_and_stops() -> None:
 
 
 def test_routing_is_that_of_a_trained_model(ids: list[int]) -> None:
-    """With a random router, as many hits as there are residents; measured with a plain recently-used cache: 0.354."""
+    """With a random router, as many hits as there are residents; measured here: 0.300."""
     text = ids[:400]
     with LLM("demo", device="cpu", memory="64MiB", resident_experts=0.25) as llm:
         for token in range(0, 400, 40):
             llm.logits(text[token : token + 40], chunk=1)
         rate = llm.memory()["hit_rate"]
-    assert rate > 0.29  # a quarter of the experts is resident
+    assert rate > 0.28  # a quarter of the experts is resident
     assert np.isfinite(rate)
