@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rimuru.arch.shapes import shape_gguf, shape_names
+from rimuru.commands.forecast import before_loading_text
 from rimuru.formats.gguf import open_gguf
 from rimuru.inspect import (
     dense_weight_bytes,
@@ -94,3 +95,9 @@ def test_a_file(tmp_path: Path) -> None:
         "resident_experts": 32, "total_experts": 32, "requests_by_context": {}, "huge_pages": None,
     }  # fmt: skip
     assert sum(report["tensor_types"].values()) == report["bytes"]["file"]
+
+
+def test_speeds_are_plain_numbers() -> None:
+    for rate, shown in ((5_770.3, "5,770"), (123_456.0, "123,000"), (57.7, "57.7"), (0.0123, "0.0123")):
+        forecast = {"bytes_per_token": 1 << 20, "memory_bytes_per_s": 1e10, "tokens_per_s": rate}
+        assert f"at most {shown} tokens per second" in before_loading_text(forecast)

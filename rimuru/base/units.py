@@ -64,6 +64,12 @@ def counted(n: int, name: str) -> str:
     return f"{n} {name}" if n == 1 else f"{n} {name}s"
 
 
+def plain_number(value: float) -> str:
+    """Three digits, for people, without an exponent: 5,770, 57.7, 0.577."""
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.0f}" if abs(rounded) >= 100 else f"{rounded:.3g}"
+
+
 def human_bytes(n: int | float) -> str:
     """A size for people, in binary units: `1.5 GiB`."""
     value = float(n)

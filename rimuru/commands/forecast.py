@@ -13,7 +13,7 @@ import numpy as np
 from rimuru.arch.common import Gguf
 from rimuru.arch.registry import read_config
 from rimuru.base.errors import NotEnoughMemoryError
-from rimuru.base.units import MIB, human_bytes
+from rimuru.base.units import MIB, human_bytes, plain_number
 from rimuru.inspect import dense_weight_bytes
 from rimuru.llm import LLM
 from rimuru.memory.planner import plan_layout
@@ -61,7 +61,7 @@ def before_loading_text(forecast: Mapping[str, Any]) -> str:
     if forecast["tokens_per_s"] is None:
         return "  forecast    none: the model does not fit"
     return (
-        f"  forecast    at most {forecast['tokens_per_s']:.3g} tokens per second for one request on this CPU "
+        f"  forecast    at most {plain_number(forecast['tokens_per_s'])} tokens per second for one request on this CPU "
         f"({human_bytes(forecast['bytes_per_token'])} per token, memory read at "
         f"{forecast['memory_bytes_per_s'] / 1e9:.1f} GB/s now), less while experts come from the file"
     )
@@ -152,6 +152,6 @@ def after_loading(llm: LLM) -> str:
             break
     step_s = statistics.median(times)
     return (
-        f"forecast: about {1 / step_s:.3g} tokens per second for one short request "
-        f"({len(times)} single steps took {step_s * 1e3:.3g} ms each in the middle)"
+        f"forecast: about {plain_number(1 / step_s)} tokens per second for one short request "
+        f"({len(times)} single steps took {plain_number(step_s * 1e3)} ms each in the middle)"
     )
