@@ -96,6 +96,10 @@ class NotSupportedError(BadInputError):
 
     code = "not_supported"
 
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
 
 class FieldError(BadInputError):
     """A field of a request's body has a wrong type or value."""

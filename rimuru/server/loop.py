@@ -171,6 +171,9 @@ class EngineLoop:
         answer = self._answers.get(sequence.seq_id)
         if answer is None:
             return
+        if sequence.constraint is not None and sequence.constraint.error is not None:
+            self._fail(answer.job, self._told(sequence.constraint.error))
+            return
         try:
             if answer.output.advance():
                 self.engine.finish(sequence)
@@ -218,9 +221,14 @@ class EngineLoop:
             raise ShuttingDownError("the request was cancelled")
         if self.is_draining:
             raise ShuttingDownError("the server is shutting down; try again later")
-        waiting = self.engine.scheduler.waiting
-        if len(waiting) and len(waiting) + job.n_answers > self.max_waiting and not self._has_share_left(job):
-            raise QueueFullError(f"{len(waiting)} answers are waiting already; try again later")
+        scheduler = self.engine.scheduler
+        n_waiting, n_free = len(scheduler.waiting), scheduler.max_sequences - len(scheduler.running)
+        if not self.max_waiting:  # none may wait: what is in line now must find a place in the next step
+            if self.engine.has_work and n_waiting + job.n_answers > n_free:
+                raise QueueFullError("all places are taken, and no answer may wait for one; try again later")
+        elif n_waiting and n_waiting + job.n_answers > self.max_waiting and not self._has_share_left(job):
+            are = "answer is" if n_waiting == 1 else "answers are"
+            raise QueueFullError(f"{n_waiting} {are} waiting already; try again later")
 
     def _has_share_left(self, job: Job) -> bool:
         """A full queue still takes in clients that have less in it than an equal share, up to twice its length: one

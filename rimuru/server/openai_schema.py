@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rimuru.request import MAX_ANSWERS, SamplingParams
 from rimuru.server.errors import FieldError, NotSupportedError
 from rimuru.server.openai_fields import Biases, Documents, Messages, Prompt, ResponseFormat, TokenIds, Tools
+from rimuru.server.unsupported import refuse_unsupported
 
 MAX_STOPS = 32
 MAX_TOP_LOGPROBS = 20
@@ -17,7 +18,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class Body(BaseModel):
-    """Unknown fields are tolerated, because clients of other servers send theirs; wrong types are not."""
+    """Unknown fields are tolerated, because clients of other servers send theirs (but for those of unsupported.py);
+    wrong types are not."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
@@ -126,11 +128,12 @@ class CompletionRequest(SamplingFields):
     def refuse_unsupported(self) -> None:
         """Fields that change the answer's meaning are refused, never silently ignored."""
         if self.echo:
-            raise NotSupportedError("echo is not supported: the answer never repeats the prompt")
+            raise NotSupportedError("echo is not supported: the answer never repeats the prompt", "echo")
         if self.suffix:
-            raise NotSupportedError("suffix is not supported: this server does not fill in the middle of a text")
+            told = "suffix is not supported: this server does not fill in the middle of a text"
+            raise NotSupportedError(told, "suffix")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise NotSupportedError("best_of is not supported unless it equals n")
+            raise NotSupportedError("best_of is not supported unless it equals n", "best_of")
 
 
 class TokenizeRequest(Body):
@@ -176,6 +179,8 @@ def parse_body(model: type[Model], value: Any) -> Model:
     """A JSON value as a request. Raises FieldError that names the first wrong field."""
     if not isinstance(value, dict):
         raise FieldError("the body must be a JSON object", None)
+    if issubclass(model, SamplingFields):
+        refuse_unsupported(value)
     try:
         return model.model_validate(value)
     except ValidationError as error:

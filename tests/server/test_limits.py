@@ -110,6 +110,31 @@ def test_messages_that_no_template_can_use(script: Any) -> None:
 def test_unsupported_fields_are_refused(script: Any, field: dict[str, Any]) -> None:
     error = error_of(script.post("/v1/completions", {**DIGITS, **field}), 400)
     assert error["code"] == "not_supported" and next(iter(field)) in error["message"]
+    assert error["param"] == next(iter(field))
+
+
+UNKNOWN_WISHES: list[dict[str, Any]] = [
+    {"guided_json": {}}, {"guided_regex": "a+"}, {"guided_choice": ["a"]}, {"grammar": 'root ::= "a"'},
+    {"structured_outputs": {"regex": "a"}}, {"json_schema": {}}, {"min_tokens": 5}, {"stop_token_ids": [3]},
+    {"functions": [{"name": "f"}]}, {"function_call": "auto"}, {"function_call": {"name": "f"}}, {"n_predict": 3},
+    {"repeat_penalty": 1.1}, {"bad_words": ["a"]}, {"mirostat": 2}, {"typical_p": 0.5}, {"prompt_logprobs": 0},
+    {"chat_template": "{{ 1 }}"}, {"modalities": ["audio"]}, {"skip_special_tokens": False}, {"min_tokens": "x"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", UNKNOWN_WISHES, ids=lambda field: str(field)[:40])
+def test_fields_that_would_change_the_answer_are_refused(script: Any, field: dict[str, Any]) -> None:
+    name = next(iter(field))
+    for path, body in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", DIGITS)):
+        error = error_of(script.post(path, {**body, **field}), 400)
+        assert (error["code"], error["param"]) == ("not_supported", name)
+        assert error["message"].startswith(f"{name} is not supported: ")
+
+
+def test_fields_that_ask_for_nothing_are_no_error(script: Any) -> None:
+    off = {"min_tokens": 0, "stop_token_ids": [], "grammar": "", "guided_json": None, "repeat_penalty": 1.0}
+    off |= {"mirostat": 0, "functions": [], "function_call": "none", "typical_p": 1, "skip_special_tokens": True}
+    assert script.post("/v1/completions", {**DIGITS, **off, "max_tokens": 3}).json()["choices"][0]["text"] == "123"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +157,7 @@ def test_wrong_values_by_the_hundred_thousand_take_no_time(model: Any, body: dic
 
 
 def test_unknown_fields_are_tolerated(script: Any) -> None:
-    body = {"messages": HELLO, "temperature": 0, "mirostat": 2, "cache_prompt": True, "user": {"odd": []}, "stop": None}
+    body = {"messages": HELLO, "temperature": 0, "mirostat": 0, "cache_prompt": True, "user": {"odd": []}, "stop": None}
     assert script.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"] == ALPHABET
 
 
@@ -262,9 +287,28 @@ def test_a_full_queue_is_refused_with_429(strict: Running) -> None:
     reply = strict.post("/v1/completions", DIGITS)
     error = error_of(reply, 429)
     assert (error["type"], error["code"], reply.headers["retry-after"]) == ("rate_limit_error", "queue_full", "1")
+    assert error["message"].startswith("1 answer is waiting")
     error_of(strict.post("/v1/completions", {**DIGITS, "stream": True}), 429)
     running_one.join(30)
     waiting_one.join(30)
+
+
+def test_a_queue_of_nothing_lets_nobody_wait(script_file: Path) -> None:
+    """What finds a place runs at once, what does not is refused; alone on the server, a request may have more answers
+    than there are places."""
+    settings, body = ServerSettings(port=0, max_waiting=0), {**DIGITS, "ignore_eos": True}
+    with running(script_file, settings, max_sequences=2) as server, ThreadPoolExecutor(2) as threads:
+        scheduler = server.llm.loaded.engine.scheduler
+        long = []
+        for number in range(2):
+            long.append(threads.submit(server.post, "/v1/completions", {**body, "max_tokens": 450}))
+            server.wait_until(lambda number=number: len(scheduler.running) == number + 1)
+            refused = server.post("/v1/completions", {**body, "n": 2 - number, "max_tokens": 2})
+            assert error_of(refused, 429)["code"] == "queue_full" and "no answer may wait" in refused.text
+            assert not scheduler.waiting
+        assert [reply.result().status_code for reply in long] == [200, 200]
+        assert server.post("/v1/completions", {**body, "n": 5, "max_tokens": 2}).status_code == 200
+        server.wait_idle()
 
 
 def test_requests_end_in_time(script: Any) -> None:
