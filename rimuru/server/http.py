@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from rimuru import __version__
 from rimuru.base.errors import BadInputError, NotEnoughMemoryError, RimuruError
+from rimuru.base.heap import give_back_freed
 from rimuru.base.units import parse_bytes
 from rimuru.server import openai_schema as schema
 from rimuru.server.arrivals import Arrivals
@@ -52,6 +53,8 @@ Model = TypeVar("Model", bound=BaseModel)
 Body = TypeVar("Body", bound=schema.SamplingFields)
 Result = TypeVar("Result")
 LARGE_BODY_BYTES = 64 << 10
+HEAP_BODY_BYTES = 256 << 10
+"""Work on a larger body takes fifty megabytes and more, which are given back to the system after it."""
 JSON_VALUES = 20_000
 _PAGE_TYPES = {"dashboard.css": "text/css", "dashboard.js": "text/javascript"}
 
@@ -88,6 +91,8 @@ class Service:
         """Run a function in a worker thread. Few large requests are worked on at once: each may take seconds and
         hundreds of megabytes, and small ones must not wait for them."""
         limiter = self._large if _is_large(request) else None
+        if request.state.n_body_bytes > HEAP_BODY_BYTES:
+            return await to_thread.run_sync(_then_give_back, function, *args, limiter=limiter)
         return await to_thread.run_sync(function, *args, limiter=limiter)
 
     async def answer(
@@ -172,6 +177,13 @@ class Service:
 
 def _is_large(request: Request) -> bool:
     return bool(request.state.n_body_bytes > LARGE_BODY_BYTES)
+
+
+def _then_give_back(function: Callable[..., Result], *args: Any) -> Result:
+    try:
+        return function(*args)
+    finally:
+        give_back_freed()
 
 
 def _parse(data: bytes, model: type[Model]) -> Model:
@@ -269,6 +281,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize", openapi_extra=body_of(schema.DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         body = await service.read(request, schema.DetokenizeRequest)
+        service.preparer.check_ids(body.tokens)
         text = await service.work(request, service.preparer.tokenizer.decode, body.tokens, True)
         return JsonResponse({"content": text, "text": text, "prompt": text})
 
@@ -280,8 +293,9 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
 
 def _tokenize(service: Service, body: schema.TokenizeRequest) -> bytes:
-    tokenizer = service.preparer.tokenizer
-    ids = tokenizer.encode(body.the_text(), body.parse_special, body.add_special and tokenizer.add_bos)
+    tokenizer, text = service.preparer.tokenizer, body.the_text()
+    service.preparer.check_text(text)
+    ids = tokenizer.encode(text, body.parse_special, body.add_special and tokenizer.add_bos)
     parts = [b'{"tokens":', _list_json(ids)]
     if body.with_pieces:
         parts += [b',"pieces":', _list_json([tokenizer.token_text(i) for i in ids])]

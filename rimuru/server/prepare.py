@@ -24,6 +24,13 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _FIXED_VARIABLES = frozenset(("self", "messages", "tools", "documents", "add_generation_prompt"))
 
 
+LEAST_TEXT_BYTES = 1 << 20
+"""Of a text that /tokenize takes, whatever the context."""
+LIKELY_TOKEN_BYTES = 8
+"""Tokens of ordinary text are shorter, so that a context's worth of it is always taken."""
+_MOST_IDS = 1 << 20
+
+
 @dataclass(slots=True)
 class Prepared:
     """What a job needs, and how its answers are read."""
@@ -53,6 +60,20 @@ class Preparer:
             raise ContextLengthError(
                 f"the prompt has {at_least} tokens or more, but the context holds {self.context_length}; shorten it"
             )
+
+    def check_text(self, text: str) -> None:
+        """Refuse a text far beyond the context that is only to be cut into tokens: a megabyte takes half a second and
+        200 MB."""
+        n_bytes = len(text.encode("utf-8", "replace"))
+        most = max(LEAST_TEXT_BYTES, LIKELY_TOKEN_BYTES * self.context_length)
+        if n_bytes > most:
+            raise FieldError(f"the text has {n_bytes} bytes, the limit is {most}; send it in parts", "content")
+
+    def check_ids(self, ids: list[int]) -> None:
+        """Refuse more ids than that at once: each may stand for hundreds of bytes."""
+        most = max(_MOST_IDS, self.context_length)
+        if len(ids) > most:
+            raise FieldError(f"there are {len(ids)} tokens, the limit is {most}; send them in parts", "tokens")
 
     def _encode(self, text: str) -> list[int]:
         self._check_length(text)
