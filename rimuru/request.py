@@ -154,6 +154,10 @@ class TokenConstraint(Protocol):
     """Restricts one answer to a language (a JSON schema, a tool call). Only the engine's thread calls it; it must not
     raise, because it runs inside a step that other answers share."""
 
+    @property
+    def error(self) -> Exception | None:
+        """Why the answer can no longer be held to the language, and is to fail; None while it can."""
+
     def allowed(self) -> np.ndarray | None:
         """bool [n_vocab]: which tokens may come next; None where every token may."""
 

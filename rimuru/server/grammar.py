@@ -16,10 +16,16 @@ from rimuru.request import TokenConstraint
 from rimuru.server.errors import FieldError, NotSupportedError
 from rimuru.server.tool_calls import function_of
 from rimuru.server.tool_formats import ReasoningFormat, ToolFormat
-from rimuru.server.tool_grammars import regex_text, schema_text, tool_rules
+from rimuru.server.tool_grammars import check_parameters, regex_text, schema_text, tool_rules
 from rimuru.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+MAX_ITEMS_IN_ROW = 20_000
+"""Of the library's parser; each optional property takes four. More would hold up the steps that others share."""
+N_PROBES = 4
+"""Tokens of which a grammar is tried before its answer begins."""
+_BAD_PATTERN = re.compile(r"regex parse error:\n(.*?)\nerror: ([^\n]*)", re.DOTALL)
 
 
 class GrammarCompiler:
@@ -45,6 +51,7 @@ class GrammarCompiler:
     ) -> Callable[[], TokenConstraint]:
         """Answers that call one of the tools (or several, where parallel), written as the model writes calls."""
         functions = [function_of(tool) for tool in tools]
+        check_parameters(functions)
         rules = tool_rules(fmt, functions, self._literal, parallel)
         return self._compile(self._lark(thinking, rules), "tools")
 
@@ -77,10 +84,20 @@ class GrammarCompiler:
     def _compile(self, lark: str, param: str) -> Callable[[], TokenConstraint]:
         library, tables = self._load()
         text = library.LLMatcher.grammar_from_lark(lark)
-        matcher = library.LLMatcher(tables, text, log_level=0)
+        limits = library.LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False)
+        matcher = library.LLMatcher(tables, text, log_level=0, limits=limits)
         if matcher.is_error():
-            raise FieldError(f"{param} cannot be turned into a grammar: {_first_line(matcher.get_error())}", param)
-        return lambda: GrammarConstraint(matcher.deep_copy(), self._n_vocab, self._tokenizer.eog_ids)
+            raise FieldError(f"{param} cannot be turned into a grammar: {_told(matcher.get_error())}", param)
+
+        def new_constraint() -> GrammarConstraint:
+            return GrammarConstraint(matcher.deep_copy(), self._n_vocab, self._tokenizer.eog_ids, param)
+
+        probe = new_constraint()  # what is too much for the library shows in the first tokens as a rule
+        for _ in range(N_PROBES):
+            probe.advance(int(probe.allowed().argmax()))
+        if probe.error is not None:
+            raise probe.error
+        return new_constraint
 
     def _load(self) -> tuple[Any, Any]:
         try:
@@ -127,22 +144,25 @@ class _Vocabulary:
 
 class GrammarConstraint:
     """A TokenConstraint that follows one answer through a grammar. When the grammar is at its end, or fails, only the
-    end of the answer is left."""
+    end of the answer is left; a failure is told by `error`, and the answer is none."""
 
-    def __init__(self, matcher: Any, n_vocab: int, eog_ids: frozenset[int]) -> None:
-        self._matcher, self._n_vocab = matcher, n_vocab
+    def __init__(self, matcher: Any, n_vocab: int, eog_ids: frozenset[int], param: str) -> None:
+        """param: the field of the request that asked for the grammar."""
+        self._matcher, self._n_vocab, self._param = matcher, n_vocab, param
         self._end = np.zeros(n_vocab, np.bool_)
         self._end[sorted(eog_ids)] = True
-        self.error: str | None = None
+        self.error: FieldError | None = None
 
-    def allowed(self) -> np.ndarray | None:
+    def allowed(self) -> np.ndarray:
         """See request.TokenConstraint."""
         if self.error is None and not self._matcher.is_stopped():
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             mask = np.zeros(self._n_vocab, np.bool_)
             known = np.unpackbits(bits, bitorder="little")[: self._n_vocab]
             mask[: known.size] = known
-            if mask.any() and not self._failed():
+            if not self._failed() and not mask.any() and not self._matcher.is_accepting():
+                self._fail("nothing may follow what has been written")
+            if self.error is None and mask.any():
                 return mask
         return self._end
 
@@ -154,13 +174,21 @@ class GrammarConstraint:
 
     def _failed(self) -> bool:
         if self.error is None and self._matcher.is_error():
-            self.error = _first_line(self._matcher.get_error())
-            log.warning("a grammar gave up, the answer ends here: %s", self.error)
+            self._fail(_told(self._matcher.get_error()))
         return self.error is not None
 
+    def _fail(self, why: str) -> None:
+        log.info("the grammar of an answer failed: %s", why)
+        self.error = FieldError(f"the answer cannot be held to the grammar of {self._param}: {why}", self._param)
 
-def _first_line(text: str) -> str:
-    return (text.strip().splitlines() or ["unknown error"])[0][:300]
+
+def _told(text: str) -> str:
+    """What the library says of an error, in one line."""
+    if (bad := _BAD_PATTERN.search(text)) is not None:
+        shown = bad[1].strip().splitlines()[0][:100] if bad[1].strip() else ""
+        return f"the pattern {shown!r} is no regular expression that can be used: {bad[2][:200]}"
+    first = (text.strip().splitlines() or ["unknown error"])[0]
+    return re.sub(r"^at \d+\(\d+\): ", "", first)[:300]
 
 
 def schema_of_response_format(response_format: Mapping[str, Any] | None) -> Any:

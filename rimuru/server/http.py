@@ -210,7 +210,7 @@ def create_app(loop: EngineLoop, settings: ServerSettings) -> FastAPI:
     service = Service(loop, settings)
     app.state.service = service
     loop.after_step = service.changes.observe
-    _add_errors(app)
+    _add_errors(app, loop)
     _add_answers(app, service)
     _add_text(app, service)
     _add_state(app, service)
@@ -219,7 +219,7 @@ def create_app(loop: EngineLoop, settings: ServerSettings) -> FastAPI:
     return app
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI, loop: EngineLoop) -> None:
     async def known(request: Request, error: Exception) -> Response:
         headers = {"Retry-After": "1"} if status_of(error) in (429, 503) else None
         return JsonResponse(error_body(error), status_code=status_of(error), headers=headers)
@@ -232,6 +232,10 @@ def _add_errors(app: FastAPI) -> None:
         body = error_body(told)
         return JsonResponse(body, status_code=error.status_code, headers=error.headers)
 
+    async def unexpected(request: Request, error: Exception) -> Response:
+        loop.note_failure()
+        return await known(request, error)
+
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it; the log does
 
@@ -239,7 +243,7 @@ def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, plain)
     app.add_exception_handler(ClientLeftError, gone)
     app.add_exception_handler(ClientDisconnect, gone)
-    app.add_exception_handler(Exception, known)
+    app.add_exception_handler(Exception, unexpected)
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:

@@ -80,6 +80,13 @@ class EngineLoop:
         self._inbox.put(run)
         return future
 
+    def note_failure(self) -> None:
+        """Count a request that failed before it became a job."""
+        self._inbox.put(self._count_failure)
+
+    def _count_failure(self) -> None:
+        self.counters.n_jobs_failed += 1
+
     def drain(self) -> None:
         """Refuse new jobs from now on; those that have begun go on."""
         self.is_draining = True

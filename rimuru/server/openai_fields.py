@@ -12,6 +12,8 @@ from pydantic import PlainValidator, WithJsonSchema
 
 from rimuru.request import MAX_ANSWERS
 
+MAX_STOPS = 32
+
 
 def _is_list_of(kind: type, value: Any) -> bool:
     return isinstance(value, list) and all(type(part) is kind for part in value)
@@ -45,6 +47,17 @@ def _checked_prompt(value: Any) -> Any:
         raise ValueError(f"at most {MAX_ANSWERS} prompts may come in one request, not {len(value)}")
     if not _is_list_of(str, value) and not all(_is_list_of(int, prompt) for prompt in value):
         raise ValueError("expected texts only, or lists of token ids only")
+    return value
+
+
+def _checked_stops(value: Any) -> Any:
+    """A text or several."""
+    if isinstance(value, str):
+        return value
+    if not _is_list_of(str, value):
+        raise ValueError("expected a text or a list of texts")
+    if len(value) > MAX_STOPS:
+        raise ValueError(f"at most {MAX_STOPS} texts may be given, not {len(value)}")
     return value
 
 
@@ -105,6 +118,11 @@ _FORMATS = [
 ]
 ResponseFormat = Annotated[dict[str, Any], WithJsonSchema({"anyOf": _FORMATS})]
 """Checked by grammar.py."""
+Stops = Annotated[
+    str | list[str],
+    PlainValidator(_checked_stops),
+    WithJsonSchema({"anyOf": [_STRING, {"type": "array", "items": _STRING, "maxItems": MAX_STOPS}]}),
+]
 TokenIds = Annotated[list[int], PlainValidator(_checked_ids), WithJsonSchema(_IDS)]
 _PROMPTS = [
     _STRING,

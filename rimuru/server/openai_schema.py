@@ -8,10 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rimuru.request import MAX_ANSWERS, SamplingParams
 from rimuru.server.errors import FieldError, NotSupportedError
-from rimuru.server.openai_fields import Biases, Documents, Messages, Prompt, ResponseFormat, TokenIds, Tools
+from rimuru.server.openai_fields import Biases, Documents, Messages, Prompt, ResponseFormat, Stops, TokenIds, Tools
 from rimuru.server.unsupported import refuse_unsupported
 
-MAX_STOPS = 32
 MAX_TOP_LOGPROBS = 20
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -40,7 +39,7 @@ class SamplingFields(Body):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stops | None = None
     seed: int | None = None
     presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
@@ -184,9 +183,11 @@ def parse_body(model: type[Model], value: Any) -> Model:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "body"
+        first, *others = error.errors(include_url=False, include_input=False)
         told = first["msg"].removeprefix("Value error, ")
+        same = [other["msg"] for other in others if other["loc"][:-1] == first["loc"][:-1] != ()]
+        where = ".".join(str(part) for part in (first["loc"][:-1] if same else first["loc"])) or "body"
+        told = ", or: ".join([told, *same[:3]])  # each way to be right tells what it misses
         raise FieldError(f"{where}: {told}", str(first["loc"][0]) if first["loc"] else None) from None
 
 

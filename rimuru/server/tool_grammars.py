@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rimuru.server.errors import FieldError
+from rimuru.server.schema_checks import inexact_number, is_endless
 from rimuru.server.tool_formats import ToolFormat, json_types
 
 MAX_SCHEMA_CHARACTERS = 1 << 18
@@ -29,11 +30,27 @@ def schema_text(schema: Any, param: str = "response_format") -> str:
         raise FieldError("the JSON schema must be an object", param)
     try:
         text = json.dumps({"x-guidance": _COMPACT, **schema} if isinstance(schema, dict) else schema)
+        if len(text) > MAX_SCHEMA_CHARACTERS:
+            raise FieldError(f"the JSON schema has more than {MAX_SCHEMA_CHARACTERS} characters", param)
+        json.dumps(schema, ensure_ascii=False).encode()
+        endless, inexact = is_endless(schema), inexact_number(schema)
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        told = f"the JSON schema has half of a surrogate pair ({half}), which is no character"
+        raise FieldError(told, param) from None
     except (ValueError, RecursionError):
         raise FieldError("the JSON schema is nested too deeply", param) from None
-    if len(text) > MAX_SCHEMA_CHARACTERS:
-        raise FieldError(f"the JSON schema has more than {MAX_SCHEMA_CHARACTERS} characters", param)
+    if endless:
+        raise FieldError("no finite value fits the JSON schema: its $ref lead back to themselves", param)
+    if inexact is not None:
+        raise FieldError(f"in the JSON schema, {inexact}", param)
     return text
+
+
+def check_parameters(functions: Functions) -> None:
+    """Raises FieldError for parameters whose schema cannot be used, before parts of it are put into a grammar."""
+    for function in functions:
+        schema_text(_parameters(function), "tools")
 
 
 def regex_text(text: str) -> str:

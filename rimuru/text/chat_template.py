@@ -100,26 +100,38 @@ class ChatTemplate:
         clash = sorted(_RESERVED & variables.keys())
         if clash:
             raise BadInputError(f"chat template variable {clash[0]!r} is reserved")
-        normal = normalise_messages(messages, self._sources[name])
-        if not knows_tools(self._sources[name]):
+        try:
+            guard, values = self._guarded(messages, tools, documents, variables, self._sources[name], read_texts)
+        except RecursionError:
+            raise BadInputError("the conversation has values that are nested too deeply") from None
+        text = self._run(template, values | {"add_generation_prompt": add_generation_prompt})
+        return RenderedChat(text, {s: c for s, c in guard.stand_ins.items() if s in text})
+
+    def _guarded(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[object] | None,
+        documents: Sequence[object] | None,
+        variables: Mapping[str, object],
+        source: str,
+        read_texts: frozenset[str],
+    ) -> tuple[Guard, dict[str, object]]:
+        """What goes into a template, with no control token spelled out. read_texts: token texts that it looks for."""
+        normal = normalise_messages(messages, source)
+        if not knows_tools(source):
             normal = with_plain_tools(normal, tools)
         guard = Guard(self._control_texts, [normal, tools, documents, variables])
         # A template that looks for a control token in earlier answers (to cut off the reasoning) must find it there.
         marked = [
             guard.mark(message, read_texts if message["role"] == "assistant" else frozenset()) for message in normal
         ]
-        text = self._run(
-            template,
-            {
-                **self._token_variables,
-                **{key: guard.mark(value) for key, value in variables.items()},
-                "messages": marked,
-                "tools": guard.mark(tools or None),
-                "documents": guard.mark(documents or None),
-                "add_generation_prompt": add_generation_prompt,
-            },
-        )
-        return RenderedChat(text, {s: c for s, c in guard.stand_ins.items() if s in text})
+        return guard, {
+            **self._token_variables,
+            **{key: guard.mark(value) for key, value in variables.items()},
+            "messages": marked,
+            "tools": guard.mark(tools or None),
+            "documents": guard.mark(documents or None),
+        }
 
     def encode(
         self,

@@ -35,6 +35,8 @@ def compiled() -> set[tuple[str, str]]:
 class EveryOther:
     """A constraint that forbids odd tokens."""
 
+    error: Exception | None = None
+
     def __init__(self, n_vocab: int) -> None:
         self.mask = np.arange(n_vocab) % 2 == 0
 
