@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rimuru.request import MAX_ANSWERS, SamplingParams
-from rimuru.server.errors import FieldError, NotSupportedError
+from rimuru.server.errors import FieldError
 from rimuru.server.openai_fields import Biases, Documents, Messages, Prompt, ResponseFormat, Stops, TokenIds, Tools
 from rimuru.server.unsupported import refuse_unsupported
 
@@ -106,9 +106,6 @@ class CompletionRequest(SamplingFields):
     prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    best_of: int | None = None
 
     def token_limit(self, context_length: int) -> int:
         """OpenAI's default for completions is 16 tokens."""
@@ -123,16 +120,6 @@ class CompletionRequest(SamplingFields):
         if not self.prompt:
             raise FieldError("prompt is empty", "prompt")
         return self.prompt  # type: ignore[return-value]
-
-    def refuse_unsupported(self) -> None:
-        """Fields that change the answer's meaning are refused, never silently ignored."""
-        if self.echo:
-            raise NotSupportedError("echo is not supported: the answer never repeats the prompt", "echo")
-        if self.suffix:
-            told = "suffix is not supported: this server does not fill in the middle of a text"
-            raise NotSupportedError(told, "suffix")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise NotSupportedError("best_of is not supported unless it equals n", "best_of")
 
 
 class TokenizeRequest(Body):

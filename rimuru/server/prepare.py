@@ -95,7 +95,6 @@ class Preparer:
     # ---- completions
     def completion(self, body: CompletionRequest) -> Prepared:
         """A raw completion: control tokens in the prompt are recognised, BOS is added as the file says."""
-        body.refuse_unsupported()
         params = body.sampling_params(self.context_length, body.logprobs is not None, body.logprobs or 0)
         _check_answers(len(body.prompts()) * params.n)
         prompts = [p if isinstance(p, list) else self._encode(p) for p in body.prompts()]

@@ -32,6 +32,8 @@ _HINTS = {
     "add_generation_prompt": "use /v1/completions", "truncate_prompt_tokens": "shorten the prompt",
     "skip_special_tokens": "answers hold no control tokens", "include_stop_str_in_output": "answers end before it",
     "modalities": "answers are text", "web_search_options": _TOOLS, "lora": "the model is served as it is",
+    "echo": "the answer never repeats the prompt", "suffix": "this server does not fill in the middle of a text",
+    "best_of": "only as many answers are made as n says",
 }  # fmt: skip
 """Field -> what to do instead."""
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -42,7 +44,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "top_n_sigma": (0, -1), "dynatemp_range": (0,), "xtc_probability": (0,), "dry_multiplier": (0,),
     "smoothing_factor": (0,), "use_beam_search": (False,), "continue_final_message": (False,),
     "include_stop_str_in_output": (False,), "add_generation_prompt": (True,), "skip_special_tokens": (True,),
-    "modalities": (["text"],),
+    "modalities": (["text"],), "echo": (False,), "suffix": ("",),
 }  # fmt: skip
 """Values, besides null, that ask for nothing."""
 
@@ -50,5 +52,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
 def refuse_unsupported(body: Mapping[str, Any]) -> None:
     """Raises NotSupportedError for the first of these fields that asks for something."""
     for name in _HINTS:
-        if body.get(name) is not None and body[name] not in _OFF.get(name, ()):
+        off = (body.get("n") or 1,) if name == "best_of" else _OFF.get(name, ())
+        if body.get(name) is not None and body[name] not in off:
             raise NotSupportedError(f"{name} is not supported: {_HINTS[name]}", name)
