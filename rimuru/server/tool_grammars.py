@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from rimuru.server.errors import FieldError
 from rimuru.server.schema_checks import inexact_number, is_endless
 from rimuru.server.tool_formats import ToolFormat, json_types
 
 MAX_SCHEMA_CHARACTERS = 1 << 18
+_DATA = frozenset(("const", "enum", "default", "examples"))
+"""Keywords whose values are no schemas."""
+_MAX_STEPS = 32
+"""References that lead to references."""
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One way to write white space: a model cannot fill its budget with blanks, and sees the spacing it was trained on."""
 
@@ -74,16 +79,41 @@ def _properties(function: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[st
     )
 
 
+def _moved(schema: Any, place: str) -> Any:
+    """The schema with its references to itself as they must be where it stands at `place` of another."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = place + value[1:]
+        else:
+            moved[key] = value if key in _DATA else _moved(value, place)
+    return moved
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """What a schema that is a reference into `root` refers to, in the end; other schemas as they are."""
+    for _ in range(_MAX_STEPS):
+        pointer = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(pointer, str) or not pointer.startswith("#"):
+            break
+        schema = root
+        for name in unquote(pointer[1:]).split("/")[1:]:
+            name = name.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if isinstance(schema, Mapping) else None
+    return schema
+
+
 def _call_object(functions: Functions, key: str) -> str:
-    options = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": str(f["name"])}, key: _parameters(f)},
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
-        for f in functions
-    ]
+    options = []
+    for i, function in enumerate(functions):
+        arguments = _moved(_parameters(function), f"#/anyOf/{i}/properties/{key}")
+        properties = {"name": {"const": str(function["name"])}, key: arguments}
+        closed = {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
+        options.append(closed)
     return f"object: %json {schema_text({'anyOf': options}, 'tools')}"
 
 
@@ -153,15 +183,16 @@ def _tagged_rules(fmt: ToolFormat, functions: Functions, literal: Literal, paral
     lines, calls = [], []
     for i, function in enumerate(functions):
         properties, required = _properties(function)
-        rules = []
-        for j, (name, schema) in enumerate(properties.items()):
+        root, rules = _parameters(function), []
+        for j, (name, written) in enumerate(properties.items()):
+            schema = _resolved(written, root)
             rules.append(f"p{i}_{j}" + ("" if name in required else "?"))
             lead, end = literal(spelling.key.format(name)), spelling.value_end
             if (choices := _string_choices(schema)) is not None:
                 texts = " | ".join(literal(choice + end) for choice in choices)
                 lines.append(f"p{i}_{j}: {lead} ({texts})")
             elif json_types(schema) - {"string"}:
-                lines.append(f"p{i}_{j}: {lead} v{i}_{j} {literal(end)}\nv{i}_{j}: %json {_value_schema(schema)}")
+                lines.append(f"p{i}_{j}: {lead} v{i}_{j} {literal(end)}\nv{i}_{j}: %json {_value_schema(schema, root)}")
             else:
                 lines.append(f"p{i}_{j}: {lead} s{i}_{j}\ns{i}_{j}[lazy]: /(?s:.*){regex_text(end)}/")
         calls.append(f"c{i}")
@@ -181,8 +212,14 @@ def _string_choices(schema: Any) -> list[str] | None:
     return values
 
 
-def _value_schema(schema: Any) -> str:
-    return schema_text(dict(schema) if isinstance(schema, Mapping) else schema, "tools")
+def _value_schema(schema: Any, root: Mapping[str, Any]) -> str:
+    """A parameter's schema, with the schema that it is a part of for its references to go to."""
+    if not isinstance(schema, Mapping):
+        return schema_text(schema, "tools")
+    whole = _moved(schema, "#/$defs/whole")
+    if whole == schema:
+        return schema_text(dict(schema), "tools")
+    return schema_text({**whole, "$defs": {"whole": _moved(root, "#/$defs/whole")}}, "tools")
 
 
 class _Spelling:
@@ -204,8 +241,9 @@ def _python_rules(fmt: ToolFormat, functions: Functions, literal: Literal, paral
     lines = []
     for i, function in enumerate(functions):
         properties, required = _properties(function)
+        root = _parameters(function)
         for j, (name, schema) in enumerate(properties.items()):
-            lines.append(f"k{i}_{j}: {literal(name + '=')} v{i}_{j}\nv{i}_{j}: %json {_value_schema(schema)}")
+            lines.append(f"k{i}_{j}: {literal(name + '=')} v{i}_{j}\nv{i}_{j}: %json {_value_schema(schema, root)}")
         keys = [(f"k{i}_{j}", name in required) for j, name in enumerate(properties)]
         lines.append(f"c{i}: {literal(str(function['name']) + '(')} {_comma_list(keys)} {literal(')')}")
     names = " | ".join(f"c{i}" for i in range(len(functions)))
