@@ -57,7 +57,9 @@ def test_what_each_kernel_adds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_overheads_are_averaged_by_group() -> None:
-    rows = [{"tokens": n, "overhead": x} for n, x in ((1, 0.03), (8, 0.0), (1024, 0.01), (4096, 0.02))]
+    figures = ((1, 0.03), (8, 0.0), (1024, 0.01), (4096, 0.02))
+    rows = [{"tokens": n, "overhead": x, "pool_share": 0.5} for n, x in figures]
+    rows += [{"tokens": n, "overhead": 9.0, "pool_share": paging.LOOKED_UP} for n, _ in figures]  # stands beside
     assert paging.means(rows) == pytest.approx({"all": 0.015, "from 1024 tokens": 0.015, "1 token": 0.03})
     assert paging.median_ratio([2.0, 3.0, 4.0], [1.0, 1.0, 1.0]) == 3.0
 

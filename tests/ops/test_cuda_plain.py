@@ -204,7 +204,10 @@ def test_only_what_no_kernel_writes_is_read_past_coherence() -> None:
         assert text.count("__ldg") - grids == allowed.get(name, 0), name
         if "load_constant(" in text and name != "common/types.cuh":
             constants = set(re.findall(r"load_constant\(\(?(?:const float4\*\)\(?)?([\w.]+)", text))
-            assert constants <= {"m.bias", "w_from", "vector", "weights", "biases"}, (name, constants)
+            assert constants <= {"m.bias", "bias", "factors", "w_from", "vector", "weights", "biases"}, (
+                name,
+                constants,
+            )
     for path in sorted((loader.source_root() / "moe").glob("*.cu")):
         text = path.read_text()
         if '"common/experts.cuh"' in text:  # weights that moe_fetch brings
