@@ -64,8 +64,8 @@ def describe(shape: ModelShape, quant: str, name: str) -> tuple[ShapeGguf, Model
     # The optional tensors that the shape has decide some fields; their sizes do not matter at this point.
     n_embd = kv.require(f"{shape.architecture}.embedding_length", int)
     seed = {"token_embd.weight": (n_embd, shape.n_vocab)} | dict.fromkeys(shape.optional_tensors(), (1,))
-    placeholder = BY_NAME["f32"]
-    first = ShapeGguf(shape.architecture, path, kv, tensor_table(seed, dict.fromkeys(seed, placeholder)))
+    any_type = BY_NAME["f32"]
+    first = ShapeGguf(shape.architecture, path, kv, tensor_table(seed, dict.fromkeys(seed, any_type)))
     config = read_config(first)
     shapes = model_tensors(config)
     for layer in config.layers:

@@ -34,25 +34,25 @@ def inexact_number(schema: Any) -> str | None:
 
 def _numbers(schema: Any) -> Iterator[tuple[str, str, int | float]]:
     """(path, keyword, number) of all numbers that limit values."""
-    todo: list[tuple[str, str, Any, str]] = [("", "", schema, "schema")]
-    while todo:
-        path, key, value, kind = todo.pop()
+    pending: list[tuple[str, str, Any, str]] = [("", "", schema, "schema")]
+    while pending:
+        path, key, value, kind = pending.pop()
         if isinstance(value, bool):
             continue
         if isinstance(value, (int, float)):
             if kind == "data" or key in _BOUNDS or key in _COUNTS:
                 yield path or "the value", key, value
         elif isinstance(value, list):
-            todo += [(f"{path}[{i}]", key, item, kind) for i, item in enumerate(value)]
+            pending += [(f"{path}[{i}]", key, item, kind) for i, item in enumerate(value)]
         elif isinstance(value, Mapping):
             for name, item in value.items():
                 at = f"{path}.{name[:40]}".lstrip(".")
                 if kind == "data" or (kind == "schema" and name in ("const", "enum")):
-                    todo.append((at, name if kind == "schema" else key, item, "data"))
+                    pending.append((at, name if kind == "schema" else key, item, "data"))
                 elif kind == "by name":
-                    todo.append((at, "", item, "schema"))
+                    pending.append((at, "", item, "schema"))
                 elif name not in _NOTES:
-                    todo.append((at, name, item, "by name" if name in _BY_NAME else "schema"))
+                    pending.append((at, name, item, "by name" if name in _BY_NAME else "schema"))
 
 
 def is_endless(schema: Any) -> bool:
@@ -83,17 +83,17 @@ class _Endings:
         return self._n_visits < MAX_VISITS and not self._ends(self.root)
 
     def _find_targets(self) -> None:
-        todo, seen = [self.root], set()
-        while todo:
-            value = todo.pop()
+        pending, seen = [self.root], set()
+        while pending:
+            value = pending.pop()
             if not isinstance(value, (dict, list)) or id(value) in seen:
                 continue
             seen.add(id(value))
-            todo += value.values() if isinstance(value, dict) else value
+            pending += value.values() if isinstance(value, dict) else value
             ref = value.get("$ref") if isinstance(value, dict) else None
             if isinstance(ref, str) and ref not in self._targets and (target := self._resolve(ref)) is not None:
                 self._targets[ref] = target
-                todo.append(target)
+                pending.append(target)
 
     def _resolve(self, ref: str) -> dict[str, Any] | None:
         if ref != "#" and not ref.startswith("#/"):

@@ -273,9 +273,9 @@ def _check_format(text: str, values: tuple[Any, ...]) -> None:
         raise TemplateLimitError(f"it asks for a width of more than {_MAX_WIDTH}")
     if "*" in text or "{" in text:
         _check_widths(values)
-    # A placeholder may name any value, and any number of them may name the same one.
-    n_placeholders = text.count("%") + text.count("{")
-    _check_characters(len(text) + n_placeholders * max(map(_text_length, values), default=0))
+    # A field may name any value, and any number of fields the same one.
+    n_fields = text.count("%") + text.count("{")
+    _check_characters(len(text) + n_fields * max(map(_text_length, values), default=0))
 
 
 def _text_length(value: object) -> int:
