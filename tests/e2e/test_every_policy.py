@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device_twin import device_store
 
 from rimuru import LLM, SamplingParams
 from rimuru.base.errors import NotEnoughMemoryError, RimuruError, StoreReadError
@@ -20,10 +21,8 @@ from rimuru.engine import build
 from rimuru.engine.engine import Engine
 from rimuru.engine.resolve import GRANULE_BYTES
 from rimuru.engine.room import ExpertRoom
-from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.source import GgufExpertSource
 from rimuru.experts.tiered_store import TieredExpertStore
-from rimuru.memory.views import ExpertView
 from rimuru.request import Sequence
 from tools.make_random_gguf import write_random_model
 
@@ -62,18 +61,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    def make(self: build._Builder, biases: list, factors: list, room: ExpertRoom) -> DeviceExpertStore:
-        layout = self.layout.expert
-        assert layout is not None
-        self.source = self.source or GgufExpertSource(self.gguf, layout)
-        return DeviceExpertStore(
-            layout, self.pool, ExpertView(self.pool), self.source, self.ops, self.ops.copier(), biases, self.quotas,
-            room.may_grow, 1 << 30, 2, self.config.residency, factors, self.config.fill_on_read,
-            self.n_buffers if self.config.prefetch else 0,
-        )  # fmt: skip
-
     if request.param == "twin":
-        monkeypatch.setattr(build._Builder, "_make_store", make)
+        monkeypatch.setattr(build._Builder, "_make_store", device_store)
     return request.param
 
 

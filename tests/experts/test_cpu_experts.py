@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from device_twin import device_store
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,9 +15,7 @@ from rimuru import LLM, SamplingParams
 from rimuru.engine import build, stores
 from rimuru.experts.cpu_experts import CpuExperts, choose_pairs, without_pairs
 from rimuru.experts.cpu_share import FIRST_PAUSE, FIRST_SHARE, LEAST_LINK_S, TRIAL_STEPS, ShareTuner
-from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.memory.adjuster import ForecastLog
-from rimuru.memory.views import ExpertView
 from tools.make_random_gguf import write_random_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -83,22 +82,13 @@ def lenders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CpuExperts]]:
     """Engines on the CPU get the device's store, and a second set of the CPU's verbs for what it misses."""
     made: list[CpuExperts] = []
 
-    def make(self: build._Builder, biases, factors, room):  # type: ignore[no-untyped-def]
-        layout = self.layout.expert
-        assert layout is not None
-        source = self.source or build.GgufExpertSource(self.gguf, layout)
-        return DeviceExpertStore(
-            layout, self.pool, ExpertView(self.pool), source, self.ops, self.ops.copier(), biases, self.quotas,
-            room.may_grow, 1 << 30, 2, self.config.residency, factors, True, self.n_buffers,
-        )  # fmt: skip
-
     def share(store, model, config, device, threads):  # type: ignore[no-untyped-def]
         found = stores.cpu_share(store, model, config, "cuda", threads)
         if found is not None:
             made.append(found)
         return found
 
-    monkeypatch.setattr(build._Builder, "_make_store", make)
+    monkeypatch.setattr(build._Builder, "_make_store", device_store)
     monkeypatch.setattr(build, "cpu_share", share)
     yield made
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from device_twin import device_store
 
 from rimuru import LLM, SamplingParams
 from rimuru.config import EngineConfig
@@ -15,7 +16,6 @@ from rimuru.engine import build
 from rimuru.engine.stores import may_read_in_place
 from rimuru.experts.device_places import home_bytes
 from rimuru.experts.device_store import ASIDE_TOKENS, DeviceExpertStore
-from rimuru.memory.views import ExpertView
 from rimuru.ops.places import FORETOLD, N_TOTALS
 from tools.make_random_gguf import write_random_model
 
@@ -30,14 +30,7 @@ def ram_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     limit = [1 << 30]
 
     def make(self: build._Builder, biases, factors, room):  # type: ignore[no-untyped-def]
-        layout = self.layout.expert
-        assert layout is not None
-        source = self.source or build.GgufExpertSource(self.gguf, layout)
-        return DeviceExpertStore(
-            layout, self.pool, ExpertView(self.pool), source, self.ops, self.ops.copier(), biases, self.quotas,
-            room.may_grow, limit[0], 2, self.config.residency, factors, self.config.fill_on_read,
-            self.n_buffers if self.config.prefetch else 0, self.config.prediction,
-        )  # fmt: skip
+        return device_store(self, biases, factors, room, limit[0])
 
     monkeypatch.setattr(build._Builder, "_make_store", make)
     yield limit
