@@ -10,7 +10,6 @@ import pytest
 
 from rimuru import LLM, SamplingParams
 from rimuru.base.errors import NotEnoughMemoryError
-from rimuru.engine.rehearse import batch_of
 from rimuru.engine.resolve import piece_lengths
 from tools.make_random_gguf import write_random_model
 
@@ -163,13 +162,14 @@ def test_scratch_shrinks_before_a_budget_is_refused(model: Path, answers: list[l
     assert piece_lengths(512, 8, False) == [512, 256, 128, 64, 32] and piece_lengths(512, 100, False)[-1] == 128
 
 
-def test_a_step_holds_every_sequence_however_short_pieces_are(model: Path) -> None:
-    """Each running sequence may want a token in the same step, and a device pads such steps: the scratch holds them."""
+def test_a_step_holds_every_sequence_however_short_pieces_are(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device pads its steps, to as many sequences as may run: the scratch holds them. Here the scheduler fills it."""
+    prompts = [[token] for token in range(3, 27)]
     with LLM(model, device="cpu", max_step_tokens=8, max_sequences=24) as llm:
-        engine = llm.loaded.engine
-        engine._begin()
-        logits = engine.runner.run(batch_of([1] * 24, engine.layout))
-        assert logits.shape == (24, engine.n_vocab)
-        assert [a.token_ids for a in llm.generate(PROMPTS[:4] * 5, GREEDY)][4:8] == [
-            a.token_ids for a in llm.generate(PROMPTS[:4], GREEDY)
-        ]
+        expected = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+        engine, sizes = llm.loaded.engine, []
+        run = engine.runner.run
+        monkeypatch.setattr(engine.runner, "run", lambda batch: (sizes.append(batch.n_tokens), run(batch))[1])
+        monkeypatch.setattr(engine.scheduler, "max_step_tokens", 24)
+        assert [answer.token_ids for answer in llm.generate(prompts, GREEDY)] == expected
+        assert max(sizes) == 24
