@@ -48,7 +48,7 @@ class Misses:
         assert loaded.layout.expert is not None
         self._ops, self._layers = loaded.ops, loaded.layout.expert.layers
         self._first, self._end = loaded.pool_memory.base, loaded.pool_memory.base + loaded.pool_memory.mapped_bytes
-        self._tables = loaded.store._tables
+        self._tables = loaded.store.tables
         self.step_bytes: list[int] = []
         self.step_experts: list[int] = []
 
