@@ -15,7 +15,6 @@
 //
 // -D  KEY_DIM, VALUE_DIM (multiples of 8, up to 256), GROUP (1 to 16), ELEMENT 0 f16, 1 bf16
 //     WARPS of a block, MIN_BLOCKS on a multiprocessor, UNIT (keys, a multiple of 64)
-//     CLUSTER 4 8: the Z blocks are a cluster and fold the splits by way of shared memory, a head each; else 0
 //     PREPARE 1: q, k and v are as they came out of their matrices, and the block does what attention/kv_append.cu would
 //     (NORM_KIND 0 1, NORM_LAST, ADJACENT as there): its query heads go to shared memory; the block whose split has the
 //     token itself writes key and value to their pages before it reads them.
@@ -26,7 +25,6 @@
 #include "attention/tile_mma.cuh"
 #include "common/act_store.cuh"
 #include "common/arrive.cuh"
-#include "common/cluster.cuh"
 #include "common/follow.cuh"
 #include "common/math.cuh"
 #include "common/paged.cuh"
@@ -42,11 +40,6 @@
 #define DEEP (MIN_BLOCKS == 1 && KEY_DIM <= 128 && VALUE_DIM <= 128 && GROUP <= 8)
 #define PAIRS (VALUE_DIM / 2)
 #define SPLIT_FLOATS (VALUE_DIM + 2)  // maximum, sum, vector of a head
-#if CLUSTER
-#define IN_CLUSTER __cluster_dims__(1, 1, CLUSTER)
-#else
-#define IN_CLUSTER
-#endif
 #define PAIRS_EACH ((GROUP * PAIRS + THREADS - 1) / THREADS)
 
 // What a warp has of its pieces: per head tile the lane's two heads, 2 (lane % 4) and the next.
@@ -269,40 +262,7 @@ __device__ __forceinline__ void leave_split(const Running& r, Shared& s, float* 
     }
 }
 
-// The splits of every CLUSTER-th head, out of the shared memory of the blocks that made them, to the output.
-__device__ __forceinline__ void fold_heads(const float* results, float* values, int n_splits, const float* sinks, const float* gates,
-                                           int q_stride, float* out, const ActOut& act, int token, int width, int first) {
-    for (int head = blockIdx.z; head < GROUP; head += max(CLUSTER, 1)) {
-        if (threadIdx.x < PAIRS) {
-            Folded f{NEGATIVE_INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
-            for (int base = 0; base < n_splits; base += 8) {
-                float2 top[8], vector[8];
-#pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    int split = min(base + i, n_splits - 1);
-                    const float* from = results + (split / max(CLUSTER, 1) * GROUP + head) * SPLIT_FLOATS;
-#if CLUSTER
-                    from = shared_of_block(from, split % CLUSTER);
-#endif
-                    top[i] = *(const float2*)from, vector[i] = *(const float2*)(from + 2 + 2 * threadIdx.x);
-                }
-#pragma unroll
-                for (int i = 0; i < 8; i++)
-                    if (base + i < n_splits) fold(f, top[i].x, top[i].y, vector[i]);
-            }
-            const float* gate = gates ? gates + head * q_stride + 2 * threadIdx.x : nullptr;
-            float2 o = finish_pair(f, sinks ? sinks + head : nullptr, gate);
-            *(float2*)(out + (long long)token * width + first + head * VALUE_DIM + 2 * threadIdx.x) = o;
-            *(float2*)(values + 2 * threadIdx.x) = o;
-        }
-        __syncthreads();
-        for (int c = threadIdx.x; act.values && c < VALUE_DIM; c += THREADS)
-            store_act_block(act, token, width, (first + head * VALUE_DIM + c) / ACT_BLOCK, values[c]);
-        __syncthreads();
-    }
-}
-
-extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     paged_decode(const float* q,           // [T, n_head * q_stride]
                  const int* positions,     // [T]
                  const int* seq_of_token,  // [T]
@@ -339,12 +299,11 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
     int split_keys = (units + MAX_SPLITS - 1) / MAX_SPLITS * UNIT;
     int n_splits = units <= 0 ? 0 : (units * UNIT + split_keys - 1) / split_keys;
     int n_active = min(n_splits, (int)gridDim.z);
-    if (!CLUSTER && (int)blockIdx.z >= max(n_active, 1)) return;
-    bool alone = !CLUSTER && n_active <= 1;
+    if ((int)blockIdx.z >= max(n_active, 1)) return;
+    bool alone = n_active <= 1;
     KvView kv{kv_base, page_bytes, pages, n_blocks, page_tokens, n_head_kv, KEY_DIM * 2, VALUE_DIM * 2};
     const float* queries = q + ((long long)token * n_head + first_head) * q_stride;
     float* part = partials + ((long long)blockIdx.y * n_head + first_head) * MAX_SPLITS * SPLIT_FLOATS;
-    float* results = vectors + WARPS * GROUP * VALUE_DIM;  // where CLUSTER: [MAX_SPLITS / CLUSTER][GROUP][SPLIT_FLOATS]
     // The page table is asked first: its answer and the queries come together.
     int first_key = aligned + blockIdx.z * split_keys;
     int first_end = min(end, first_key + split_keys), first_piece = first_key + (threadIdx.x >> 5) * PIECE;
@@ -400,7 +359,6 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
                 fold(folded[i], f.maximum, f.sum, f.vector);
             } else {
                 float* p = part + (head * MAX_SPLITS + split) * SPLIT_FLOATS;
-                if (CLUSTER) p = results + (split / max(CLUSTER, 1) * GROUP + head) * SPLIT_FLOATS;
                 *(float2*)(p + 2 + 2 * pair) = f.vector;
                 if (pair == 0) *(float2*)p = make_float2(f.maximum, f.sum);
             }
@@ -408,13 +366,6 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS)
         __syncthreads();
     }
     int width = n_head * VALUE_DIM, first = first_head * VALUE_DIM;
-#if CLUSTER
-    cluster_barrier();
-    fold_heads(results, vectors, n_splits, sinks ? sinks + first_head : nullptr, gated ? queries + KEY_DIM : nullptr, q_stride, out,
-               ACT_ARGUMENTS, token, width, first);
-    cluster_barrier();  // the others may still read
-    return;
-#endif
     if (!alone) {
         if (!arrives_last(arrivals + blockIdx.y * gridDim.x + blockIdx.x, n_active, &s.is_last)) return;
     }

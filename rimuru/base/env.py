@@ -27,29 +27,6 @@ def dependent_launches() -> bool:
     return _flag("RIMURU_DEPENDENT_LAUNCH", True)
 
 
-def fused_norms() -> bool:
-    """RIMURU_FUSED_NORMS=0: norms and the choice of experts have launches of their own (to compare)."""
-    return _flag("RIMURU_FUSED_NORMS", True)
-
-
-def decode_prepares() -> bool:
-    """RIMURU_DECODE_PREPARES=1: decode attention norms and rotates its own queries. Off until its tests have passed on
-    a card (tests/ops/test_cuda_fused.py)."""
-    return _flag("RIMURU_DECODE_PREPARES", False)
-
-
-def delta_chunks() -> int:
-    """RIMURU_DELTA_CHUNKS: chunks of 64 tokens prepared together in DeltaNet layers on a GPU (8 is good); 0: token by
-    token. 0 until whole models have run with it on a card (tests/e2e/test_cuda_delta.py); its kernels' tests have."""
-    value = os.environ.get("RIMURU_DELTA_CHUNKS", "").strip()
-    return int(value) if value.isdigit() else 0
-
-
-def decode_clusters() -> bool:
-    """RIMURU_DECODE_CLUSTERS=1: blocks that share a context in decode are a cluster (to compare)."""
-    return _flag("RIMURU_DECODE_CLUSTERS", False)
-
-
 def poison_free_pages() -> bool:
     """RIMURU_POISON=1: fill pages with NaN patterns when they are released, so that stale reads show."""
     return _flag("RIMURU_POISON", False)

@@ -1,4 +1,7 @@
-"""Cases of verbs that follow a norm which has waited for them: a router with its choice, matrices."""
+"""Cases of verbs that follow a norm which has waited for them: a router with its choice, matrices.
+
+`waits` of the inputs: whether the norm may wait; without, it has a launch of its own.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from rimuru.ops.base import Act, Ops
 EPS = 1e-6
 
 
-def waiting_norm(ops: Ops, i: Inputs, waits: bool) -> Act:
+def waiting_norm(ops: Ops, i: Inputs) -> Act:
     """The activation of rms_norm(x)."""
     out = ops.act(*i["x"].shape)
-    ops.rms_norm(ops.upload(i["x"]), ops.upload(i["norm"]), EPS, out, may_wait=waits)
+    ops.rms_norm(ops.upload(i["x"]), ops.upload(i["norm"]), EPS, out, may_wait=i["waits"])
     return out
 
 
@@ -29,7 +32,7 @@ def choose_case(name: str, spec: MoeSpec, n_tokens: int, width: int, waits: bool
         return {
             "x": normal(rng, n_tokens, width), "norm": rng.uniform(0.5, 1.5, width).astype(np.float32),
             "router": normal(rng, spec.n_experts, width, scale=2 * width**-0.5),
-            "bias": normal(rng, spec.n_experts), "selection": normal(rng, spec.n_experts, scale=0.1),
+            "bias": normal(rng, spec.n_experts), "selection": normal(rng, spec.n_experts, scale=0.1), "waits": waits,
         }  # fmt: skip
 
     def run(ops: Ops, i: Inputs) -> Outputs:
@@ -38,7 +41,7 @@ def choose_case(name: str, spec: MoeSpec, n_tokens: int, width: int, waits: bool
         ids, weights = ops.empty(shape, np.int32), ops.empty(shape, np.float32)
         router = ops.weight(i["router"].view(np.uint8), BY_NAME["f32"], width)
         bias, selection = (ops.upload(i[k]) if spec.n_groups > 1 else None for k in ("bias", "selection"))
-        x = waiting_norm(ops, i, waits)
+        x = waiting_norm(ops, i)
         ops.choose_experts(x, router, bias, logits, spec, selection, ids, weights)
         found = {"ids": ids, "weights": weights, "logits": logits, "normed": x.f32}
         return {k: ops.download(v) for k, v in found.items()}
@@ -54,12 +57,13 @@ def normed_case(name: str, formats: Sequence[str], n_rows: Sequence[int], width:
 
     def make(rng: np.random.Generator) -> Inputs:
         rows = [random_rows(rng, BY_NAME[f], n, width) for f, n in zip(formats, n_rows, strict=True)]
-        return {"x": normal(rng, 1, width), "norm": rng.uniform(0.5, 1.5, width).astype(np.float32), "rows": rows}
+        norm = rng.uniform(0.5, 1.5, width).astype(np.float32)
+        return {"x": normal(rng, 1, width), "norm": norm, "rows": rows, "waits": True}
 
     def run(ops: Ops, i: Inputs) -> Outputs:
         weights = [ops.weight(rows, BY_NAME[f], width) for f, rows in zip(formats, i["rows"], strict=True)]
         outs = [ops.empty((1, n), np.float32) for n in n_rows]
-        x = waiting_norm(ops, i, True)
+        x = waiting_norm(ops, i)
         ops.linear(x, weights, outs)
         return {"normed": ops.download(x.f32)} | {f"out{k}": ops.download(out) for k, out in enumerate(outs)}
 

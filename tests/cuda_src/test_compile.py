@@ -99,13 +99,3 @@ def test_signatures_match(path: str) -> None:
             scalar = {"int": "i32", "long": "i64", "i64": "i64", "float": "f32"}
             kinds.append("*" if "*" in parameter else scalar[words[0]])
         assert kinds == ["*" if kind.endswith("*") else kind for _, kind in kernel.parameters], kernel.name
-
-
-@pytest.mark.parametrize("architecture", [90, 120])
-@pytest.mark.parametrize(("shape", "cluster"), [((128, 128, 8, "f16"), 8), ((64, 64, 16, "bf16"), 4)])
-def test_clusters_compile(shape: tuple[int, int, int, str], cluster: int, architecture: int) -> None:
-    """They have no older architectures."""
-    kernel = attention.decode_kernel(*shape, False, 256, True, ("head", False, False), cluster).kernel
-    text = nvrtc.compile_source(kernel.path, kernel.defines, architecture, kind="PTX").decode()
-    assert "barrier.cluster.arrive.release" in text and "mapa.u64" in text
-    nvrtc.compile_source(kernel.path, kernel.defines, architecture)

@@ -19,7 +19,7 @@ from cases.recurrent import Tokens, delta_case
 from test_emulated_families import EmulatedFamilies, ops  # noqa: F401
 
 from rimuru.arch.spec import DeltaNetSpec
-from rimuru.ops.cuda import recurrent
+from rimuru.ops.cuda import delta_chunks, recurrent
 from rimuru.ops.cuda.delta_chunks import MIN_TOKENS, DeltaChunks
 from rimuru.ops.cuda.launch import Kernel
 
@@ -66,7 +66,7 @@ def test_the_algebra(scale: float) -> None:
 def chunks(ops: EmulatedFamilies, monkeypatch: pytest.MonkeyPatch) -> DeltaChunks:  # noqa: F811
     """Windows of two chunks, so that a state goes from one to the next by its page."""
     monkeypatch.setattr(sys.modules["cupy"], "empty", ops.empty)
-    monkeypatch.setenv("RIMURU_DELTA_CHUNKS", "2")
+    monkeypatch.setattr(delta_chunks, "WINDOW_CHUNKS", 2)
     return DeltaChunks(deterministic=False)
 
 
@@ -141,8 +141,7 @@ def test_what_goes_by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     case = delta_case("pieces", PIECES, DeltaNetSpec(1, 2, 64, 4, "grouped"))
     step: Any = type("Step", (), {"host": case.inputs()["batch"]})
     spec, other = DeltaNetSpec(1, 2, 64, 4, "grouped"), DeltaNetSpec(1, 2, 48, 4, "grouped")
-    monkeypatch.setenv("RIMURU_DELTA_CHUNKS", "8")
     assert DeltaChunks(False).sequences(step, spec) == [1, 2]
     assert DeltaChunks(False).sequences(step, other) == [] == DeltaChunks(True).sequences(step, spec)
-    monkeypatch.setenv("RIMURU_DELTA_CHUNKS", "0")
+    monkeypatch.setattr(delta_chunks, "WINDOW_CHUNKS", 0)
     assert DeltaChunks(False).sequences(step, spec) == []

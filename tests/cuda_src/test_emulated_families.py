@@ -187,7 +187,6 @@ def test_attention(case: Case, ops: EmulatedFamilies) -> None:
 def test_attention_prepares_what_waited(case: Case, ops: EmulatedFamilies, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits as of two launches, in the output and in the pages."""
     inputs, launched = case.inputs(), []
-    monkeypatch.setenv("RIMURU_DECODE_PREPARES", "1")
     monkeypatch.setattr(ops, "prepare_qkv", ops.attention.prepare_qkv)
     launch = Kernel.__call__
 

@@ -16,6 +16,7 @@ from cases.common import Case, compare
 from cases.fused import CASES
 
 from rimuru.ops.cuda.launch import Kernel
+from rimuru.ops.cuda.routing import choose_by_two_launches
 
 pytestmark = pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine")
 
@@ -55,9 +56,9 @@ def test_equal_to_launches_of_their_own(
     compare(got, case.expected(inputs), case.tolerance, case.tolerances)
     waits = len(inputs["x"]) <= 4 and "too wide" not in case.name
     assert ("rms_norm" in emulator.launched) != waits
-    monkeypatch.setenv("RIMURU_FUSED_NORMS", "0")
+    monkeypatch.setattr(ops, "choose_experts", choose_by_two_launches)
     emulator.launched.clear()
-    apart = case.run(ops, inputs)  # type: ignore[arg-type]
+    apart = case.run(ops, inputs | {"waits": False})  # type: ignore[arg-type]
     assert "rms_norm" in emulator.launched and not {"router", "norm_gemv"} & set(emulator.launched)
     assert got.keys() == apart.keys()
     for name in got:

@@ -11,6 +11,7 @@ from naive.model import naive_logits
 
 from rimuru import LLM, SamplingParams
 from rimuru.formats.gguf import open_gguf
+from rimuru.ops.cuda import delta_chunks
 from tools.make_random_gguf import write_random_model
 
 pytestmark = pytest.mark.gpu
@@ -33,8 +34,8 @@ def test_logits_by_chunks(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     with open_gguf(path) as gguf:
         expected = naive_logits(gguf, TOKENS, 1024)
     worst = {}
-    for window in ("8", "2", "0"):
-        monkeypatch.setenv("RIMURU_DELTA_CHUNKS", window)
+    for window in (delta_chunks.WINDOW_CHUNKS, 2, 0):
+        monkeypatch.setattr(delta_chunks, "WINDOW_CHUNKS", window)
         with LLM(path, **OPTIONS) as llm:
             for piece in (N_TOKENS, 333):
                 found = errors(llm.logits(TOKENS, chunk=piece), expected)
@@ -42,9 +43,8 @@ def test_logits_by_chunks(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert max(worst.values()) <= 3e-5, worst
 
 
-def test_long_prompts_beside_short_ones_and_their_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_beside_short_ones_and_their_prefixes(tmp_path: Path) -> None:
     """States that chunks left are snapshots like any other: answers are those of prompts that run alone."""
-    monkeypatch.setenv("RIMURU_DELTA_CHUNKS", "8")
     path = write_random_model(tmp_path / "m.gguf", "qwen35moe", "f32", seed=3, tokenizer=False, **ALL_EXPERTS)
     prompts = [TOKENS[:600], TOKENS[5:12], TOKENS[:600] + TOKENS[:150], TOKENS[300:]]
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)

@@ -12,6 +12,7 @@ from cases.common import Case, compare
 from cases.fused import CASES, choose_case
 
 from rimuru.arch.spec import MoeSpec
+from rimuru.ops.cuda.routing import choose_by_two_launches
 
 pytestmark = pytest.mark.gpu
 
@@ -28,42 +29,18 @@ def test_equal_to_launches_of_their_own(ops: Any, case: Case, monkeypatch: pytes
     inputs = case.inputs()
     got = case.run(ops, inputs)
     compare(got, case.expected(inputs), case.tolerance, case.tolerances)
-    monkeypatch.setenv("RIMURU_FUSED_NORMS", "0")
-    apart = case.run(ops, inputs)
+    monkeypatch.setattr(ops, "choose_experts", choose_by_two_launches)
+    apart = case.run(ops, inputs | {"waits": False})
     assert got.keys() == apart.keys() and all(np.array_equal(got[name], apart[name]) for name in got)
 
 
 @pytest.mark.parametrize("case", waiting.CASES, ids=lambda case: case.name)
-def test_attention_prepares_what_waited(ops: Any, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_prepares_what_waited(ops: Any, case: Case) -> None:
     """The same bits as of two launches, in the output and in the pages."""
-    monkeypatch.setenv("RIMURU_DECODE_PREPARES", "1")
     inputs = case.inputs()
     got, apart = (case.run(ops, inputs | {"waits": waits}) for waits in (True, False))
     assert all(np.array_equal(got[name], apart[name]) for name in got)
     compare(got, case.expected(inputs), case.tolerance, case.tolerances)
-
-
-@pytest.mark.parametrize("contexts", [[1], [576], [4000], [70, 900, 5, 2000], [200 * i + 1 for i in range(8)]])
-def test_clusters_fold_alike(contexts: list[int]) -> None:
-    """Splits folded through shared memory of a cluster, and through memory: the same bits, prepared or not."""
-    from rimuru.ops.cuda import CudaOps
-
-    ops = CudaOps()
-    if ops.info.capability < (9, 0):
-        pytest.skip("clusters need compute capability 9.0")
-    n = len(contexts)
-    for shape in (
-        waiting.QkvShape([1] * n, contexts, 32, 4, 128, 128, 72, "f16", "head", n_rot=128),
-        waiting.QkvShape([1] * n, contexts, 16, 2, 64, 64, 16, "bf16", "none", n_rot=64, gate=64),
-    ):
-        case = waiting.waiting_case("in clusters", shape, sinks=True)
-        inputs = case.inputs()
-        for waits in (True, False):
-            found = []
-            for clusters in (True, False):
-                ops.attention.clusters = clusters
-                found.append(case.run(ops, inputs | {"waits": waits}))
-            assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -69,7 +69,7 @@ ALL_HEADS = delta_case("all heads", Tokens([193], [300]), DeltaNetSpec(16, 32, 1
     ids=lambda value: str(getattr(value, "name", value)),
 )
 def test_long_pieces_go_by_chunks(case: Case, gates: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the tolerance of the token-by-token kernel, whose result a deterministic backend and the switch keep."""
+    """Within the tolerance of the token-by-token kernel, whose result a deterministic backend keeps."""
     from rimuru.ops.cuda import CudaOps, delta_chunks
 
     inputs: dict[str, Any] = dict(case.inputs())
@@ -82,15 +82,14 @@ def test_long_pieces_go_by_chunks(case: Case, gates: float, monkeypatch: pytest.
         run(chunks, seqs, *more)
 
     monkeypatch.setattr(delta_chunks.DeltaChunks, "run", note)
-    monkeypatch.setenv("RIMURU_DELTA_CHUNKS", "8")
     want, found = case.expected(inputs), case.run(CudaOps(), inputs)
     n_new = np.diff(inputs["batch"].query_start)
     assert runs == [np.flatnonzero(n_new >= delta_chunks.MIN_TOKENS).tolist()]
     compare(found, want, 5e-5)
     again, fixed = case.run(CudaOps(), inputs), case.run(CudaOps(deterministic=True), inputs)
-    monkeypatch.setenv("RIMURU_DELTA_CHUNKS", "3")
+    monkeypatch.setattr(delta_chunks, "WINDOW_CHUNKS", 3)
     other = case.run(CudaOps(), inputs)
-    monkeypatch.setenv("RIMURU_DELTA_CHUNKS", "0")
+    monkeypatch.setattr(delta_chunks, "WINDOW_CHUNKS", 0)
     by_token = case.run(CudaOps(), inputs)
     assert len(runs) == 3
     for name in want:

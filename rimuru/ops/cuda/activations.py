@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rimuru.base import env
 from rimuru.base.units import align_up, ceil_div
 from rimuru.ops.base import Act, Array
 from rimuru.ops.cuda.launch import Kernel
@@ -115,7 +114,7 @@ def row_threads(width: int) -> int:
 
 def can_wait(n_tokens: int, width: int) -> bool:
     """Whether a norm may be left to those who read its result."""
-    return n_tokens <= MAX_GEMV_TOKENS and width <= _MAX_WAITING_WIDTH and width % ACT_BLOCK == 0 and env.fused_norms()
+    return n_tokens <= MAX_GEMV_TOKENS and width <= _MAX_WAITING_WIDTH and width % ACT_BLOCK == 0
 
 
 def pending_norm(act: Act) -> PendingNorm | None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from rimuru.base import env
 from rimuru.base.errors import UnsupportedModelError
 from rimuru.base.units import align_up, ceil_div
 from rimuru.memory.specs import KvGroupLayout
@@ -26,9 +25,6 @@ FEW_BLOCKS = 64
 BIG_SHARED_BYTES = 200 * 1024
 MIDDLE_SHARED_BYTES = 160 * 1024
 """Shared memory of a block on data centre cards: compute capability 9.0 and 10.0, and 8.0."""
-
-MAX_CLUSTER_KEYS = 4608
-"""Longest contexts that a cluster shares: longer ones need more blocks than it has."""
 
 TARGET_BLOCKS = 264
 """Blocks that a decode launch aims at: two on each multiprocessor of the largest cards."""
@@ -119,17 +115,6 @@ def unit_keys(n_head_kv: int) -> int:
     return 256 if n_head_kv >= 4 else 128
 
 
-def _has_clusters() -> bool:
-    import cupy
-
-    return int(cupy.cuda.Device().compute_capability) >= 90
-
-
-def cluster_size(n_pairs: int) -> int:
-    """Blocks of a cluster that shares a context, for (query, KV head) pairs; 0: there are enough blocks without."""
-    return 8 if n_pairs <= 16 else 4 if n_pairs <= 32 else 0
-
-
 def has_fast_kernel(key_dim: int, value_dim: int, element: str, values_are_keys: bool) -> bool:
     """Whether cuda_src/attention/paged_decode.cu can do the shape."""
     return element != "f32" and not values_are_keys and max(key_dim, value_dim) <= 256
@@ -138,11 +123,10 @@ def has_fast_kernel(key_dim: int, value_dim: int, element: str, values_are_keys:
 @cache
 def decode_kernel(
     key_dim: int, value_dim: int, heads: int, element: str, values_are_keys: bool, unit: int = 256, wide: bool = False,
-    prepare: tuple[str, bool, bool] | None = None, cluster: int = 0,
+    prepare: tuple[str, bool, bool] | None = None,
 ) -> DecodeKernel:  # fmt: skip
     """A decode kernel: on tensor cores where that can do the shape, else the one for everything. wide: eight
-    warps a block; prepare: (kind of norm, whether it comes last, adjacent pairs) of what has not been prepared;
-    cluster: blocks that share a context in a cluster.
+    warps a block; prepare: (kind of norm, whether it comes last, adjacent pairs) of what has not been prepared.
     """
     defines = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "GROUP": heads, "ELEMENT": ELEMENT_IDS[element]}
     size = 4 if element == "f32" else 2
@@ -152,13 +136,12 @@ def decode_kernel(
             warps = 4
         kind, last, adjacent = prepare or ("none", False, False)
         defines |= {
-            "WARPS": warps, "MIN_BLOCKS": min_blocks, "UNIT": unit, "CLUSTER": cluster,
+            "WARPS": warps, "MIN_BLOCKS": min_blocks, "UNIT": unit,
             "PREPARE": int(prepare is not None), "NORM_KIND": NORM_IDS[kind],
             "NORM_LAST": int(last), "ADJACENT": int(adjacent),
         }  # fmt: skip
         kernel = Kernel("attention/paged_decode.cu", "paged_decode", _DECODE_SIGNATURE + _PREPARE_SIGNATURE, defines)
-        kept = MAX_SPLITS // cluster * heads * (value_dim + 2) if cluster else 0
-        return DecodeKernel(kernel, 32 * warps, 4 * (warps * heads * value_dim + kept))
+        return DecodeKernel(kernel, 32 * warps, 4 * warps * heads * value_dim)
     row_bytes = (key_dim + value_dim) * size
     tile = 64 if row_bytes <= 512 else 32 if row_bytes <= 1024 else 16
     defines["VALUES_ARE_KEYS"] = int(values_are_keys)
@@ -307,8 +290,6 @@ class Attention:
 
     def __init__(self, deterministic: bool, shared_bytes: int = 0) -> None:
         self.deterministic, self.shared_bytes = deterministic, shared_bytes
-        self.clusters = env.decode_clusters() and _has_clusters()
-        """Whether few contexts are shared by clusters of blocks (compute capability 9.0 and later)."""
         self.tile: PrefillTile | None = None
         """Overrides `prefill_tile`; for measurements."""
         self._waiting: tuple[Any, ...] | None = None
@@ -332,7 +313,7 @@ class Attention:
         norm_kind, step, kv = arguments[5], arguments[12], arguments[13]
         group, alone = kv.group, step.host.n_tokens == step.host.n_seqs
         fast = has_fast_kernel(group.key_dim, group.value_dim, group.element, group.value_dim == 0)
-        if may_wait and alone and fast and norm_kind != "vector" and env.decode_prepares():
+        if may_wait and alone and fast and norm_kind != "vector":
             check_layout(group, kv.page_bytes, kv.layer_offset_bytes)
             self._waiting = (*arguments, rope_first)
         else:
@@ -419,15 +400,12 @@ class Attention:
             dims = (_norm_dim(q_norm, kind, group), _norm_dim(k_norm, kind, group))
             extra = (k, v, q_norm, k_norm, rope, *dims, n_rot, rope_first, eps)
         fast = has_fast_kernel(group.key_dim, value_dim, group.element, group.value_dim == 0)
-        cluster = 0
-        if fast and wide and self.clusters and heads * value_dim <= 1024 and shape[0] * shape[1] <= MAX_CLUSTER_KEYS:
-            cluster = cluster_size(n_queries * grid_x)
         chosen = decode_kernel(
             group.key_dim, value_dim, heads, group.element, group.value_dim == 0, unit_keys(group.n_head_kv), wide,
-            prepare, cluster,
+            prepare,
         )  # fmt: skip
         chosen.kernel(
-            (grid_x, n_queries, cluster or splits),
+            (grid_x, n_queries, splits),
             (chosen.n_threads,),
             (
                 *tokens, *where, self._partials, self._arrivals, out.f32, *act, page_bytes, *shape, by_sequence, scale,

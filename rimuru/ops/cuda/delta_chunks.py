@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 from rimuru.arch.spec import DeltaNetSpec
-from rimuru.base import env
 from rimuru.base.units import ceil_div
 from rimuru.ops.base import Array, Step
 from rimuru.ops.cuda.launch import Kernel
@@ -14,6 +13,9 @@ from rimuru.ops.cuda.launch import Kernel
 CHUNK_TOKENS = 64
 MIN_TOKENS = 128
 """Pieces of fewer tokens go token by token: there, all sequences of a step run beside each other in one launch."""
+
+WINDOW_CHUNKS = 8
+"""Chunks prepared together: more fill a large card, and take scratch. 0 (tests, to compare): none."""
 
 _THREADS = 256
 _SLICE = 32
@@ -61,7 +63,7 @@ class DeltaChunks:
     """
 
     def __init__(self, deterministic: bool) -> None:
-        self.window_chunks = 0 if deterministic else env.delta_chunks()
+        self.window_chunks = 0 if deterministic else WINDOW_CHUNKS
         self._scratch: Any = None
 
     def reserve(self, spec: DeltaNetSpec, max_tokens: int) -> int:

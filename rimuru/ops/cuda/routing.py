@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from rimuru.arch.spec import MoeSpec
-from rimuru.base import env
 from rimuru.base.errors import RimuruError
 from rimuru.base.units import ceil_div
 from rimuru.ops.base import Act, Array, Weight
@@ -90,6 +89,21 @@ def _choice(spec: MoeSpec, n_experts: int) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def choose_by_two_launches(
+    x: Act,
+    router: Weight,
+    router_bias: Array | None,
+    logits: Array,
+    spec: MoeSpec,
+    bias: Array | None,
+    ids: Array,
+    weights: Array,
+) -> None:
+    """The verb `choose_experts` as the matrix kernels and `route` have it: for many tokens, any router."""
+    linear(x, (router,), (logits,), (router_bias,))
+    route(logits, spec, bias, ids, weights)
+
+
 class Router:
     """The verb `choose_experts`: one launch for few tokens, with their norm where that is still to be made.
 
@@ -112,9 +126,8 @@ class Router:
     ) -> None:
         n_tokens, n_experts = logits.shape
         width = x.f32.shape[1]
-        if router.format.name != "f32" or n_tokens > MAX_ROUTER_TOKENS or not env.fused_norms():
-            linear(x, (router,), (logits,), (router_bias,))
-            route(logits, spec, bias, ids, weights)
+        if router.format.name != "f32" or n_tokens > MAX_ROUTER_TOKENS:
+            choose_by_two_launches(x, router, router_bias, logits, spec, bias, ids, weights)
             return
         if self._arrivals is None:
             import cupy
