@@ -32,6 +32,9 @@ HOLD_S = 1.0
 runs, while none of them ends; then it starts all the same, if it gets pages. With few long answers running, whoever
 comes is soon let in; with many, some end before."""
 
+MOST_VAIN_TRIES = 3
+"""So many steps, one after the other, may fail to start a request that has the pool for itself and fits into it."""
+
 
 class Hit(Protocol):
     @property
@@ -139,6 +142,8 @@ class Scheduler:
         self.prefill = PrefillRate()
         self.clock: Callable[[], float] = time.perf_counter
         """Seconds since some moment; a simulation has another time."""
+        self._n_vain = 0
+        """Tries in a row to start the only request, in vain."""
         self._held_since: float | None = None
         """Since when nobody was admitted, because the room would have the first waiting one wait."""
         self.land: Callable[[], bool] = lambda: False
@@ -287,11 +292,14 @@ class Scheduler:
                 sequence.n_cached = 0
                 if self.running:
                     return budget
-                if not self._forget_prefixes(sequence):
-                    self._fail(sequence, plan)  # it had the pool for itself
+                if self._forget_prefixes(sequence):
+                    continue
+                if self._may_start_later(sequence):
+                    return budget
+                self._fail(sequence, plan)  # it had the pool for itself
                 continue
             self.waiting.pop()
-            self._held_since = None
+            self._held_since, self._n_vain = None, 0
             if sequence.n_preemptions == 0:
                 sequence.n_reused = n_reused
                 self.reuse_rate += 0.1 * ((n_reused > 0) - self.reuse_rate)
@@ -306,6 +314,15 @@ class Scheduler:
         to go, and neither went for it because it alone was not enough. False where no prefix is left, or in vain."""
         n_tokens = sequence.n_tokens + 1
         return self.cache.fits_alone(n_tokens, self.max_step_tokens) and self.cache.evict_prefix(n_tokens) > 0
+
+    def _may_start_later(self, sequence: Sequence) -> bool:
+        """Whether pages that the only request did not get are to be had after all, as when a copy failed that was to
+        gather them."""
+        self._n_vain += 1
+        if self._n_vain <= MOST_VAIN_TRIES and self.cache.fits_alone(sequence.n_tokens + 1, self.max_step_tokens):
+            return True
+        self._n_vain = 0
+        return False
 
     def _enter(self, sequence: Sequence) -> None:
         position = len(self.running)

@@ -22,6 +22,7 @@ from rimuru.engine.engine import Engine
 from rimuru.engine.resolve import GRANULE_BYTES
 from rimuru.engine.room import ExpertRoom
 from rimuru.experts.source import GgufExpertSource
+from rimuru.experts.store import HostExpertStore
 from rimuru.experts.tiered_store import TieredExpertStore
 from rimuru.request import Sequence
 from tools.make_random_gguf import write_random_model
@@ -190,6 +191,8 @@ PERIODS = {
     "read_expert": 150,
 }
 """Every so manieth call of a kind fails, of others every fifth."""
+READS = ("copy_in", "read_expert")
+"""What a step waits for: without it, requests whose tokens chose the expert end."""
 STORES: dict[str, dict[str, object]] = {
     "by the device": {"policy": "cost"},
     "by the host": {"policy": "paper", "fill_on_read": False},
@@ -198,10 +201,12 @@ STORES: dict[str, dict[str, object]] = {
 
 
 class Faults:
-    """Calls that fail now and then, while `is_on`."""
+    """Calls that fail now and then, while `is_on`; those in `spared` do not, those in `outage` always."""
 
     def __init__(self) -> None:
         self.is_on = False
+        self.spared: tuple[str, ...] = ()
+        self.outage: tuple[str, ...] = ()
         self.n_calls: Counter[str] = Counter()
         self.n_failed: Counter[str] = Counter()
         self.last = "nothing"
@@ -216,7 +221,8 @@ class Faults:
 
         def called(*args: object, **more: object) -> object:
             self.n_calls[name] += self.is_on
-            if self.is_on and self.n_calls[name] % PERIODS.get(name, 5) == 0:
+            is_turn = self.n_calls[name] % PERIODS.get(name, 5) == 0 and name not in self.spared
+            if self.is_on and (is_turn or name in self.outage):
                 self.n_failed[name] += 1
                 self.last = f"{name}, call {self.n_calls[name]}"
                 if answer == "none":
@@ -238,7 +244,11 @@ def test_faults_anywhere_in_resizes_expansions_and_fetches(
     model: Path, device: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies, reads, mapping of memory and allocations fail while experts come and go and the pool shrinks and grows:
-    a request is answered as ever, or ends with that error; tables agree after every step; afterwards all is well."""
+    a request is answered as ever, or ends with that error; tables agree after every step; afterwards all is well.
+
+    First all but what a step waits for fails: nobody ends. Then that too, as often as the rest: a step that needs many
+    copies ends all its requests. Then all of it in one step that takes some of the prompts: these end, and the others
+    are answered."""
     expected, tight = known(model, device)
     monkeypatch.setenv("RIMURU_POISON", "1")
     n_requests = 8
@@ -255,9 +265,10 @@ def test_faults_anywhere_in_resizes_expansions_and_fetches(
         faults.may_fail(pool.memory, "resize")
         faults.may_fail(pool.allocator, "allocate", "none")
         faults.may_fail(pool.allocator, "allocate_expert", "none")
-        n_refused = n_ended = n_answered = 0
+        n_refused = 0
         for turn in range(3):
-            faults.is_on = True
+            n_ended = n_answered = 0
+            faults.is_on, n_before = True, engine.n_steps
             sequences = [engine.add(prompt, GREEDY) for prompt in PROMPTS[:n_requests]]
             while not all(sequence.is_finished for sequence in sequences):
                 for move in (lambda: room.shrink(6), lambda: store.expand(6)):
@@ -272,7 +283,10 @@ def test_faults_anywhere_in_resizes_expansions_and_fetches(
                 if engine.n_steps % 4 == 3:
                     engine.scheduler.preempt_youngest()
                 print(f"turn {turn}, step {engine.n_steps}, {pool.total_bytes} bytes: {faults.last}")  # where one fails
+                faults.spared = READS if turn != 1 else ()
+                faults.outage = READS if turn == 2 and engine.n_steps == n_before else ()
                 engine.step()
+                faults.spared = faults.outage = ()
                 faults.is_on = False  # an audit asks the device
                 engine.audit()
                 faults.is_on = True
@@ -284,14 +298,16 @@ def test_faults_anywhere_in_resizes_expansions_and_fetches(
                 else:
                     n_ended += 1
                     assert isinstance(sequence.error, RimuruError) and str(sequence.error)
+            told = f"turn {turn}: answered {n_answered}, ended {n_ended}, {faults.told()}"
+            waits = isinstance(store, HostExpertStore)  # the device's store reads experts at home, where nothing fails
+            least, most = (0, n_requests) if turn == 1 else (1, n_requests - 1) if turn == 2 and waits else (0, 0)
+            assert least <= n_ended <= most, told
             llm.resize(tight)
             again = [answer.token_ids for answer in llm.generate(PROMPTS[:n_requests], GREEDY)]
             assert again == expected[:n_requests]
             engine.audit()
-        told = (
-            f"refused {n_refused}, answered {n_answered}, ended {n_ended}, {faults.told()}, {engine.cache.swap.stats()}"
-        )
-        assert n_refused > 0 and n_answered > 0 and faults.n_calls["resize"] > 0, told
+        told = f"refused {n_refused}, {faults.told()}, {engine.cache.swap.stats()}"
+        assert n_refused > 0 and faults.n_calls["resize"] > 0, told
         assert engine.cache.swap.n_saved > 0 and faults.n_failed["copy_out"] > 0, told
         assert faults.n_failed["allocate"] + faults.n_failed["allocate_expert"] > 0, told
 

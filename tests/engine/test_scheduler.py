@@ -114,6 +114,30 @@ def test_a_request_that_can_never_fit_fails_alone() -> None:
     assert after.output_ids == expected_answer(prompt(3, 4), 6)
 
 
+def test_pages_that_were_not_to_be_had_once_end_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only request fits, and gets no pages for three steps: it starts in the fourth. For longer: it fails."""
+    engine = fake_engine(n_huge=8)
+    extend, n_refusals = engine.cache.extend, 3
+
+    def refusing(seq_id: int, n_tokens: int) -> bool:
+        nonlocal n_refusals
+        n_refusals -= 1
+        return n_refusals < 0 and extend(seq_id, n_tokens)
+
+    monkeypatch.setattr(engine.cache, "extend", refusing)
+    first = engine.add(prompt(1, 5), GREEDY)
+    run(engine, [first])
+    assert first.output_ids == expected_answer(prompt(1, 5), 6)
+    n_refusals = 6  # prefixes that nobody uses go first
+    second = engine.add(prompt(2, 5), GREEDY)
+    run(engine, [second])
+    assert isinstance(second.error, NotEnoughMemoryError)
+    third = engine.add(prompt(3, 5), GREEDY)
+    run(engine, [third])
+    assert third.output_ids == expected_answer(prompt(3, 5), 6)
+    engine.audit()
+
+
 def test_prompts_are_checked_before_any_page_is_taken() -> None:
     engine = fake_engine(n_huge=8, context=16)
     for bad in ([], [N_VOCAB], [-1]):
