@@ -66,7 +66,8 @@ def read_config(gguf: Gguf, context: int | None = None) -> ModelConfig:
     module = _modules().get(gguf.architecture)
     if module is None:
         raise UnsupportedModelError(
-            f"{gguf.path}: architecture {gguf.architecture!r} is not supported; supported: {', '.join(architectures())}"
+            f"{gguf.path}: architecture {gguf.architecture!r:.80} is not supported; "
+            f"supported: {', '.join(architectures())}"
         )
     config: ModelConfig = module.read_config(read_base(gguf, context, getattr(module, "EPS_KEY", DEFAULT_EPS_KEY)))
     return config

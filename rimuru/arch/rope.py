@@ -41,7 +41,8 @@ def scaling(base: Base) -> tuple[float, YarnSpec | None]:
     kind = base.gguf.kv.get(base.key("rope.scaling.type"), str, "linear")
     if kind not in SCALING_TYPES:
         raise UnsupportedModelError(
-            f"{base.gguf.path}: key {base.key('rope.scaling.type')} is {kind!r}; known are {', '.join(SCALING_TYPES)}"
+            f"{base.gguf.path}: key {base.key('rope.scaling.type')} is {kind!r:.80}; "
+            f"known are {', '.join(SCALING_TYPES)}"
         )
     factor = base.number("rope.scaling.factor", base.number("rope.scale_linear", 0.0))
     base.check(factor >= 0, f"key {base.key('rope.scaling.factor')} is {factor}, must be positive")

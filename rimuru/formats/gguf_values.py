@@ -142,7 +142,9 @@ class KeyValues(Mapping[str, object]):
         value = self.require(key, kind) if default is None else self.get(key, kind, default)
         if value not in allowed:
             choices = ", ".join(repr(choice) for choice in allowed)
-            raise UnsupportedModelError(f"{self._path}: key {key} is {value!r}, which is not supported ({choices} are)")
+            raise UnsupportedModelError(
+                f"{self._path}: key {key} is {value!r:.80}, which is not supported ({choices} are)"
+            )
         return value
 
     def require_list(self, key: str, kind: type[T]) -> Sequence[T]:

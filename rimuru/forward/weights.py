@@ -89,7 +89,7 @@ class TensorReader:
         factors = self.factors(name.removesuffix(".bias") + ".weight") if name.endswith(".bias") else None
         if factors is not None and factors.size == 1:
             values = values / factors
-        return np.ascontiguousarray(values.reshape(info.shape[::-1]), np.float32)
+        return np.ascontiguousarray(values.reshape(_axes(name, info.shape)[::-1]), np.float32)
 
     def vector(self, name: str) -> Array | None:
         """The tensor as a float32 device array, or None where absent: norms, biases, convolutions, sinks."""
@@ -106,6 +106,14 @@ class TensorReader:
         if values is None:
             raise FileFormatError(f"{self.gguf.path}: the tensor {name} is missing")
         return values
+
+
+def _axes(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A vector's shape in ne order without axes of one behind it, which a file may have or leave out."""
+    n_axes = 2 if "_exps." in name else 1  # the experts' biases have an axis for them, even where there is one
+    while len(shape) > n_axes and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape + (1,) * (n_axes - len(shape))
 
 
 def expert_biases(layout: PoolLayout, reader: TensorReader) -> list[dict[str, Array]]:

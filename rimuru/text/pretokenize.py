@@ -162,5 +162,7 @@ def find_pre_tokenizer(name: str | None, file: str) -> PreTokenizer:
     kind = PRE_TOKENIZERS.get(name)
     if kind is None:
         supported = ", ".join(sorted(PRE_TOKENIZERS))
-        raise UnsupportedModelError(f"{file}: tokenizer.ggml.pre {name!r} is not supported; supported are: {supported}")
+        raise UnsupportedModelError(
+            f"{file}: tokenizer.ggml.pre {name!r:.80} is not supported; supported are: {supported}"
+        )
     return kind

@@ -45,7 +45,7 @@ class Tokenizer:
         model = kv.require("tokenizer.ggml.model", str)
         if model not in _SUPPORTED:
             raise UnsupportedModelError(
-                f"{file}: tokenizer.ggml.model {model!r} is not supported; supported are: {', '.join(_SUPPORTED)}"
+                f"{file}: tokenizer.ggml.model {model!r:.80} is not supported; supported are: {', '.join(_SUPPORTED)}"
             )
         self.model = model
         self._vocab = read_vocab(kv, file, _SPM_DEFAULT_IDS if model == "llama" else {})

@@ -95,7 +95,7 @@ def read_vocab(kv: KeyValues, file: str, default_ids: Mapping[str, int]) -> Voca
     ids = {text: token_id for token_id, text in enumerate(tokens)}
     if len(ids) < len(tokens):
         twice = next(text for token_id, text in enumerate(tokens) if ids[text] != token_id)
-        raise FileFormatError(f"{file}: tokenizer.ggml.tokens has the text {twice!r} twice")
+        raise FileFormatError(f"{file}: tokenizer.ggml.tokens has the text {twice!r:.80} twice")
     special_ids = _special_ids(kv, file, ids, default_ids)
     return _classify(tokens, types, ids, special_ids)
 

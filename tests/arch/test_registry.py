@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rimuru import LLM
 from rimuru.arch.quant_mix import tensor_formats
 from rimuru.arch.registry import architectures, can_run, read_config, require_runnable, runnable_architectures
 from rimuru.arch.shape_data import ModelShape
@@ -22,6 +23,7 @@ from rimuru.cli import main
 from rimuru.formats.gguf import TensorInfo
 from rimuru.formats.quants import BY_NAME
 from rimuru.formats.writer import write_gguf
+from tools import make_random_gguf
 
 FACTS_ARCHITECTURES = {
     "qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "qwen35", "granitehybrid", "nemotron_h", "nemotron_h_moe",
@@ -288,3 +290,17 @@ def test_handed_models_are_described_and_complete(shared: Path) -> None:
         check_tensors(config, gguf)
         assert config.n_vocab == 160
         assert set(tensor_formats(config, model_tensors(config), "q8_0")) <= set(tensors), name
+
+
+@pytest.mark.parametrize("key", ["general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre"])
+def test_a_name_of_any_length_is_shown_short(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = make_random_gguf.write_gguf
+
+    def write_absurd(path: Path, keys: Any, *rest: Any, **more: Any) -> None:
+        write(path, [(k, kind, "x" * 100_000 if k == key else value) for k, kind, value in keys], *rest, **more)
+
+    monkeypatch.setattr(make_random_gguf, "write_gguf", write_absurd)
+    path = make_random_gguf.write_random_model(tmp_path / "absurd.gguf")
+    with pytest.raises(UnsupportedModelError, match="'xxxx") as caught:
+        LLM(path, device="cpu")
+    assert len(str(caught.value)) < 2000
