@@ -17,11 +17,12 @@
 //     WARPS of a block, MIN_BLOCKS on a multiprocessor, UNIT (keys, a multiple of 64)
 //     PREPARE 1: q, k and v are as they came out of their matrices, and the block does what attention/kv_append.cu would
 //     (NORM_KIND 0 1, NORM_LAST, ADJACENT as there): its query heads go to shared memory; the block whose split has the
-//     token itself writes key and value to their pages before it reads them.
+//     token itself keeps key and value there too, where they are read, and writes them to their pages. All other rows are
+//     of earlier steps, so the first of them are asked for before the kernel before this one has ended.
 // Bytes moved: every visible K and V row once per KV head and token.
 
 #include "attention/merge.cuh"
-#include "attention/prepare.cuh"
+#include "attention/prepare_block.cuh"
 #include "attention/tile_mma.cuh"
 #include "common/act_store.cuh"
 #include "common/arrive.cuh"
@@ -30,7 +31,6 @@
 #include "common/paged.cuh"
 #include "common/warp.cuh"
 
-#define THREADS (WARPS * 32)
 #define MAX_SPLITS 32
 #define PIECE 16
 #define HEAD_TILES ((GROUP + 7) / 8)
@@ -38,6 +38,8 @@
 #define V_BLOCKS ((VALUE_DIM + 63) / 64)
 // Where a block has its multiprocessor alone, the next piece's rows come while one is worked on.
 #define DEEP (MIN_BLOCKS == 1 && KEY_DIM <= 128 && VALUE_DIM <= 128 && GROUP <= 8)
+// Elsewhere the first keys come so where they have room in registers beside the preparation of the queries.
+#define EARLY_KEYS (PREPARE && !DEEP && KEY_DIM <= 128)
 #define PAIRS (VALUE_DIM / 2)
 #define SPLIT_FLOATS (VALUE_DIM + 2)  // maximum, sum, vector of a head
 #define PAIRS_EACH ((GROUP * PAIRS + THREADS - 1) / THREADS)
@@ -54,14 +56,12 @@ struct Shared {
 };
 
 __device__ __forceinline__ uint4 load16(const char* row, int byte, bool inside) {
-#if PREPARE && defined(__CUDA_ARCH__)
-    // The block may have written the row: not before the barrier in between.
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (row && inside)
-        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(row + byte) : "memory");
-    return v;
+    if (!row || !inside) return make_uint4(0, 0, 0, 0);
+#if PREPARE
+    int4 v = load_early((const int4*)(row + byte));
+    return make_uint4(v.x, v.y, v.z, v.w);
 #else
-    return row && inside ? load_settled((const uint4*)(row + byte)) : make_uint4(0, 0, 0, 0);
+    return load_settled((const uint4*)(row + byte));
 #endif
 }
 
@@ -159,7 +159,7 @@ struct PieceRows {
 __device__ __forceinline__ PieceRows find_piece(const KvView& kv, int seq, int head, int first, int begin, int end) {
     int position = first + (threadIdx.x & 15);
     PieceRows rows{nullptr, nullptr};
-    if (position >= begin && position < end) rows.key = kv_rows(kv, seq, head, position, rows.value);
+    if (position >= begin && position < end) rows.key = kv_rows<PREPARE>(kv, seq, head, position, rows.value);
     return rows;
 }
 
@@ -169,7 +169,7 @@ struct KeyValues {
     bool seen[2];  // the lane's keys
 };
 
-__device__ __forceinline__ void load_piece(KeyValues& p, const PieceRows& rows) {
+__device__ __forceinline__ void load_keys(KeyValues& p, const PieceRows& rows) {
     int lane = threadIdx.x & 31;
     const char* keys[2] = {lane_pointer(rows.key, lane / 4), lane_pointer(rows.key, lane / 4 + 8)};
 #pragma unroll
@@ -179,62 +179,80 @@ __device__ __forceinline__ void load_piece(KeyValues& p, const PieceRows& rows) 
             int dim = b * 32 + lane % 4 * 8;
             p.k[b][i] = load16(keys[i], dim * 2, dim < KEY_DIM);
         }
-    if (KEY_DIM <= 128) load_values(p.v, rows.value);
     p.seen[0] = keys[0] != nullptr, p.seen[1] = keys[1] != nullptr;
 }
 
-// What comes out of the matrices of a token, and what is to be done with it.
-struct Raw {
-    const float *q, *k, *v;  // of the block's first query head; of the KV head
-    const float *q_norm, *k_norm, *table;
-    int q_norm_dim, k_norm_dim, n_rot, rope_first;
-    float eps;
-};
-
-typedef float Prepared[GROUP + 1][KEY_DIM];  // query heads, then the key
-
-// The block's query heads to shared memory; key and value to their rows where these are given.
-__device__ __forceinline__ void prepare(Prepared& to, const Raw& raw, int q_stride, char* key_row, char* value_row) {
-    int warp = threadIdx.x >> 5;
-    for (int slot = warp; slot < GROUP + 2; slot += WARPS) {
-        if (slot < GROUP) {
-            treat_head(raw.q + slot * q_stride, to[slot], KEY_DIM, raw.q_norm, raw.q_norm_dim, 0.0f, raw.eps, raw.table, raw.n_rot,
-                       raw.rope_first, nullptr, nullptr);
-        } else if (slot == GROUP && key_row) {
-            treat_head(raw.k, to[GROUP], KEY_DIM, raw.k_norm, raw.k_norm_dim, 0.0f, raw.eps, raw.table, raw.n_rot, raw.rope_first,
-                       nullptr, key_row);
-        } else if (slot == GROUP + 1 && value_row) {
-            for (int i = threadIdx.x & 31; i < VALUE_DIM; i += 32) store_element(value_row, i, raw.v[i]);
-        }
-    }
-    __syncthreads();
+__device__ __forceinline__ void load_piece(KeyValues& p, const PieceRows& rows) {
+    load_keys(p, rows);
+    load_values(p.v, rows.value);
 }
 
-// All pieces of a warp in [from, to); keys before `begin` are not visible. `rows`: of the warp's first piece; where DEEP
-// `next`: of its second.
+// The rows of the token itself where they are in shared memory; position -1: they are not.
+struct OwnRows {
+    const element_t *key, *value;
+    int position;
+};
+
+__device__ __forceinline__ void add_own_key(KeyValues& p, const OwnRows& own, int first) {
+    int lane = threadIdx.x & 31, slot = own.position - first;
+    if (slot < 0 || slot >= PIECE) return;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (lane / 4 + 8 * i == slot) {
+            p.seen[i] = true;
+#pragma unroll
+            for (int b = 0; b < K_BLOCKS; b++)
+                if (b * 32 + lane % 4 * 8 < KEY_DIM) p.k[b][i] = *(const uint4*)(own.key + b * 32 + lane % 4 * 8);
+        }
+}
+
+__device__ __forceinline__ void add_own_value(KeyValues& p, const OwnRows& own, int first) {
+    int lane = threadIdx.x & 31, slot = own.position - first;
+    if (slot < 0 || slot >= PIECE) return;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (lane % 4 * 2 + (i & 1) + (i >> 1) * 8 == slot) {
+#pragma unroll
+            for (int b = 0; b < V_BLOCKS; b++)
+                if (b * 64 + lane / 4 * 8 < VALUE_DIM) p.v[b][i] = *(const uint4*)(own.value + b * 64 + lane / 4 * 8);
+        }
+}
+
+// The rows of a piece, on their way to the second-level cache.
+__device__ __forceinline__ void fetch_piece_ahead(const PieceRows& rows) {
+    const char* row = threadIdx.x & 16 ? rows.value : rows.key;
+    for (int at = 0; row && at < (threadIdx.x & 16 ? VALUE_DIM : KEY_DIM) * 2; at += 128) fetch_line_ahead(row + at);
+}
+
+// All pieces of a warp in [from, to); keys before `begin` and from `known` on are not in memory. `rows`, `next`: of the
+// warp's first two pieces; the first one is in `now` where DEEP, and its keys are where `loaded`.
 __device__ __forceinline__ void take_split(Running& r, const u32 (&q)[HEAD_TILES][K_BLOCKS][4], const KvView& kv, int seq, int head,
-                                           int from, int to, int begin, PieceRows rows, PieceRows next) {
+                                           int from, int to, int begin, int known, KeyValues& now, PieceRows rows, PieceRows next,
+                                           const OwnRows& own, bool loaded) {
     const int step = WARPS * PIECE;
     u32 p[HEAD_TILES][2];
+    known = min(to, known);
 #if DEEP
-    int first = from + (threadIdx.x >> 5) * PIECE;
-    KeyValues now, ahead;
-    if (first < to) load_piece(now, rows);
-    for (; first < to; first += step) {
+    KeyValues ahead;
+    for (int first = from + (threadIdx.x >> 5) * PIECE; first < to; first += step) {
         if (first + step < to) load_piece(ahead, next);
-        if (first + 2 * step < to) next = find_piece(kv, seq, head, first + 2 * step, begin, to);
+        if (first + 2 * step < to) next = find_piece(kv, seq, head, first + 2 * step, begin, known);
+        if (PREPARE) add_own_key(now, own, first), add_own_value(now, own, first);
         weigh(r, q, now.k, now.seen[0], now.seen[1], p);
         gather(r, p, now.v);
         now = ahead;
     }
 #else
     for (int first = from + (threadIdx.x >> 5) * PIECE; first < to; first += step) {
-        KeyValues now;
-        load_piece(now, rows);
+        if (!EARLY_KEYS || !loaded) load_keys(now, rows);
+        loaded = false;
+        if (KEY_DIM <= 128) load_values(now.v, rows.value);
         const char* values = rows.value;
-        if (first + step < to) rows = find_piece(kv, seq, head, first + step, begin, to);
+        if (first + step < to) rows = find_piece(kv, seq, head, first + step, begin, known);
+        if (PREPARE) add_own_key(now, own, first);
         weigh(r, q, now.k, now.seen[0], now.seen[1], p);
         if (KEY_DIM > 128) load_values(now.v, values);
+        if (PREPARE) add_own_value(now, own, first);
         gather(r, p, now.v);
     }
 #endif
@@ -282,19 +300,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                  const float* k_norm,  // [k_norm_dim] or null
                  const float* rope,    // [n_positions, n_rot] or null
                  int q_norm_dim, int k_norm_dim, int n_rot, int rope_first, float eps) {
-    follow_predecessor();
     extern __shared__ __align__(16) char shared[];
     __shared__ __align__(16) Shared s;
     float* vectors = (float*)shared;
     int token = blockIdx.y, seq = blockIdx.y;
+#if PREPARE
+    // The batch and its page table were there before the step began.
+    seq = load_early(seq_of_token + token);
+    int position = load_early(positions + token);
+#else
+    follow_predecessor();
     if (by_sequence) {  // sequences that bring more than one token belong to the prefill kernel
         token = query_start[seq];
         if (query_start[seq + 1] - token != 1) return;
     } else {
         seq = seq_of_token[token];
     }
+    int position = positions[token];
+#endif
     int first_head = blockIdx.x * GROUP, kv_head = first_head / (n_head / n_head_kv);
-    int end = positions[token] + 1, begin = window > 0 ? max(0, end - window) : 0;
+    int end = position + 1, begin = window > 0 ? max(0, end - window) : 0, known = PREPARE ? position : end;
     int aligned = begin / 64 * 64, units = (end - aligned + UNIT - 1) / UNIT;
     int split_keys = (units + MAX_SPLITS - 1) / MAX_SPLITS * UNIT;
     int n_splits = units <= 0 ? 0 : (units * UNIT + split_keys - 1) / split_keys;
@@ -307,23 +332,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     // The page table is asked first: its answer and the queries come together.
     int first_key = aligned + blockIdx.z * split_keys;
     int first_end = min(end, first_key + split_keys), first_piece = first_key + (threadIdx.x >> 5) * PIECE;
-    PieceRows rows = find_piece(kv, seq, kv_head, first_piece, begin, first_end);
-    PieceRows next = DEEP ? find_piece(kv, seq, kv_head, first_piece + WARPS * PIECE, begin, first_end) : rows;
+    PieceRows rows = find_piece(kv, seq, kv_head, first_piece, begin, min(first_end, known));
+    PieceRows next = rows;
+    if (DEEP || PREPARE) next = find_piece(kv, seq, kv_head, first_piece + WARPS * PIECE, begin, min(first_end, known));
+    KeyValues now;
     u32 query_parts[HEAD_TILES][K_BLOCKS][4];
+    OwnRows own{nullptr, nullptr, -1};
 #if PREPARE
-    __shared__ __align__(16) Prepared prepared;  // read by float4
-    if ((int)blockIdx.z < n_splits) {
-        const float* table = rope ? rope + (long long)(end - 1) * n_rot : nullptr;
-        long long kv_at = (long long)token * n_head_kv + kv_head;
-        Raw raw = {queries, k + kv_at * KEY_DIM, v + kv_at * VALUE_DIM, q_norm, k_norm, table, q_norm_dim, k_norm_dim, n_rot, rope_first, eps};
-        bool has_token = (n_splits - 1) % (int)gridDim.z == (int)blockIdx.z;
-        const char* value_row = nullptr;
-        char* key_row = has_token ? (char*)kv_rows(kv, seq, kv_head, end - 1, value_row) : nullptr;
-        prepare(prepared, raw, q_stride, key_row, (char*)value_row);
-        load_queries(query_parts, prepared[0], KEY_DIM, scale * LOG2E);
+    __shared__ __align__(16) Prepared prepared;  // read by vectors
+    long long kv_at = (long long)token * n_head_kv + kv_head;
+    Raw raw = {queries, k + kv_at * KEY_DIM, v + kv_at * VALUE_DIM, q_norm != nullptr, k_norm != nullptr, rope != nullptr,
+               q_norm_dim, k_norm_dim, n_rot, rope_first, eps};
+    const char *key_row = nullptr, *value_row = nullptr;
+    if (n_splits > 0 && (n_splits - 1) % (int)gridDim.z == (int)blockIdx.z)
+        key_row = kv_rows<true>(kv, seq, kv_head, position, value_row);
+    if (DEEP) {
+        if (first_piece < first_end) load_piece(now, rows);
+    } else {
+        fetch_piece_ahead(rows), fetch_piece_ahead(next);
+        if (EARLY_KEYS && first_piece < first_end) load_keys(now, rows);
     }
+    if (n_splits > 0) prepare_ahead(prepared, raw, q_norm, k_norm, rope + (long long)position * n_rot);
+    __syncthreads();
+    follow_predecessor();
+    if (n_splits > 0) {
+        prepare(prepared, raw, q_stride, (char*)key_row, (char*)value_row);
+        load_queries(query_parts, prepared.heads[0], HEAD_DIM, scale * LOG2E);
+    }
+    if (key_row) own = OwnRows{prepared.key, prepared.value, position};
 #else
     if (n_splits > 0) load_queries(query_parts, queries, q_stride, scale * LOG2E);
+    if (DEEP && first_piece < first_end) load_piece(now, rows);
 #endif
     Folded folded[PAIRS_EACH];
 #pragma unroll
@@ -341,10 +380,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
         if (split != (int)blockIdx.z) {
             int piece = from + (threadIdx.x >> 5) * PIECE;
-            rows = find_piece(kv, seq, kv_head, piece, begin, to);
-            if (DEEP) next = find_piece(kv, seq, kv_head, piece + WARPS * PIECE, begin, to);
+            rows = find_piece(kv, seq, kv_head, piece, begin, min(to, known));
+            if (DEEP) next = find_piece(kv, seq, kv_head, piece + WARPS * PIECE, begin, min(to, known));
+            if (DEEP && piece < to) load_piece(now, rows);
         }
-        take_split(r, query_parts, kv, seq, kv_head, from, to, begin, rows, next);
+        take_split(r, query_parts, kv, seq, kv_head, from, to, begin, known, now, rows, next, own, split == (int)blockIdx.z);
         leave_split(r, s, vectors);
         __syncthreads();
 #pragma unroll

@@ -5,9 +5,12 @@
 // way, all earlier ones have ended too. Only what no kernel writes (weights) may be touched before. What kernels write is
 // never read through the path for constants (common/types.cuh): waiting does not empty its cache.
 //
-// One more thing may be read before: what kernels wrote before the last one, if it is known which one that is. All its
-// blocks had returned from follow_predecessor() when the first block here started, so those earlier ones had ended; their
-// writes lie in the second-level cache, and load_early() reads them there.
+// More may be read before, by load_early(), which looks past the first-level cache:
+//   - what kernels wrote before the last one, if it is known which one that is. All its blocks had returned from
+//     follow_predecessor() when the first block here started, so those earlier ones had ended;
+//   - what was written before the step: kernels start early only inside of a step's graph (ops/cuda/dependent.py), and a graph
+//     starts when all before it has ended. So the batch may be read, and the keys and values of earlier steps.
+// A block that has nothing to do may end without waiting, if another block of its kernel waits.
 #pragma once
 
 __device__ __forceinline__ void follow_predecessor() {
@@ -60,12 +63,18 @@ __device__ __forceinline__ bool load_early(const bool* p) {
 #endif
 }
 
+// The 128 bytes around an address.
+__device__ __forceinline__ void fetch_line_ahead(const void* at) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+#endif
+}
+
 // Asks for n_bytes to come to the second-level cache, by all threads of a block together: called before
 // follow_predecessor(), so that they come while the kernel before still works. Nothing is read, so it does not matter who
 // still writes there. Not for host memory, which that cache may not keep.
 __device__ __forceinline__ void fetch_ahead(const void* from, long long n_bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    for (long long at = 128 * threadIdx.x; at < n_bytes; at += 128 * blockDim.x)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"((const char*)from + at));
+    for (long long at = 128 * threadIdx.x; at < n_bytes; at += 128 * blockDim.x) fetch_line_ahead((const char*)from + at);
 #endif
 }

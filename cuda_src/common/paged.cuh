@@ -9,6 +9,8 @@
 // Page id -1 means "no page": of a padding row of a captured batch, or given back because it left the window.
 #pragma once
 
+#include "common/follow.cuh"
+
 struct KvView {
     const char* base;           // pool base + layer offset inside a page
     long long page_bytes;
@@ -21,9 +23,12 @@ struct KvView {
 };
 
 // Address of the key row of (sequence, head, position); null where there is no page. `value` gets the value row.
+// EARLY: before follow_predecessor().
+template <bool EARLY = false>
 __device__ __forceinline__ const char* kv_rows(const KvView& kv, int seq, int head, int position, const char*& value) {
     int block = position / kv.page_tokens, slot = position - block * kv.page_tokens;
-    int page = block < kv.n_blocks ? kv.pages[(long long)seq * kv.n_blocks + block] : -1;
+    const int* entry = kv.pages + (long long)seq * kv.n_blocks + block;
+    int page = block >= kv.n_blocks ? -1 : EARLY ? load_early(entry) : *entry;
     if (page < 0) {
         value = nullptr;
         return nullptr;

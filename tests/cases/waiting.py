@@ -61,6 +61,7 @@ CASES = [
     waiting_case("with a gate", QkvShape([1], [40], 16, 1, 64, 64, 9, "f16", "head", n_rot=16, gate=64)),
     waiting_case("no norm, wide heads", QkvShape([1, 1], [35, 260], 4, 2, 256, 256, 16, "f16", n_rot=64)),
     waiting_case("no rotation, 40 heads a key", QkvShape([1], [70], 40, 1, 96, 80, 27, "f16")),
+    waiting_case("long and short", QkvShape([1] * 3, [700, 9, 1300], 8, 2, 64, 64, 48, "f16", "head", n_rot=64)),
     waiting_case("float32, in a launch of its own", QkvShape([1], [40], 4, 2, 64, 64, 9, "f32", "head", n_rot=64)),
     waiting_case(
         "qwen3-30b 1 x 576", QkvShape([1], [576], 32, 4, 128, 128, 72, "f16", "head", n_rot=128), kind="model"

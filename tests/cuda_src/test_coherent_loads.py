@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rimuru.ops.cuda import matmul, moe, moe_kernels, pointwise, recurrent, routing, sampling, sorting
+from rimuru.ops.cuda import attention, matmul, moe, moe_kernels, pointwise, recurrent, routing, sampling, sorting
 from rimuru.ops.cuda.launch import Kernel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -96,3 +96,14 @@ def test_what_down_reads_ahead_is_read_past_the_first_level_cache(kernel: Kernel
         assert {name for name in plain if "nc" in name} == set()
     else:
         assert plain == []
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_attention_reads_ahead_what_was_there_before_the_step(wide: bool) -> None:
+    """The batch, its page table and rows of earlier steps past the first-level cache; norms and the rotation's table as
+    constants."""
+    kernel = attention.decode_kernel(128, 128, 8, "f16", False, 256, wide, ("head", False, False)).kernel
+    ahead = before(kernel, "griddepcontrol.wait")
+    assert {name for name in re.findall(r"ld\.global[.\w]*", ahead) if ".nc" not in name} == set()
+    assert ahead.count("ld.relaxed.gpu.global.s32") >= 4
+    assert ahead.count("ld.relaxed.gpu.global.v4") == (16 if wide else 8)

@@ -27,6 +27,7 @@ from cases.sampling import sample_case
 from rimuru.arch.spec import DeltaNetSpec, Mamba1Spec, Mamba2Spec
 from rimuru.batch import Batch
 from rimuru.ops.base import Act, Step
+from rimuru.ops.cuda import attention
 from rimuru.ops.cuda.launch import Kernel
 from rimuru.ops.reference import ReferenceOps
 
@@ -200,6 +201,18 @@ def test_attention_prepares_what_waited(case: Case, ops: EmulatedFamilies, monke
     apart = case.run(ops, inputs | {"waits": False})  # type: ignore[arg-type]
     assert "prepare_qkv" in launched and all(np.array_equal(got[name], apart[name]) for name in got)
     compare(got, case.expected(inputs), case.tolerance, case.tolerances)
+
+
+@pytest.mark.parametrize("target", [6, 12, 18])
+def test_blocks_take_splits_in_turn(target: int, ops: EmulatedFamilies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One, two or three blocks a context, the last of which has the token itself: the bits of a block a split."""
+    case = next(case for case in waiting.CASES if "long and short" in case.name)
+    inputs = case.inputs()
+    monkeypatch.setattr(ops, "prepare_qkv", ops.attention.prepare_qkv)
+    whole = case.run(ops, inputs)  # type: ignore[arg-type]
+    monkeypatch.setattr(attention, "TARGET_BLOCKS", target)
+    got = case.run(ops, inputs)  # type: ignore[arg-type]
+    assert all(np.array_equal(got[name], whole[name]) for name in whole)
 
 
 def test_latent_splits_are_folded_alike(ops: EmulatedFamilies, monkeypatch: pytest.MonkeyPatch) -> None:
