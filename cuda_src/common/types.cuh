@@ -83,10 +83,13 @@ __device__ __forceinline__ T load_settled(const T* p) {
 }
 #endif
 
-// Packed weights: constant, but for those of experts, which kernels bring (-DSETTLED_WEIGHTS, common/experts.cuh).
+// Packed weights: constant, but for those of experts, which kernels bring (-DSETTLED_WEIGHTS, common/experts.cuh), or where
+// they lie in shared memory (-DSHARED_WEIGHTS, matmul/ring.cuh).
 template <class T>
 __device__ __forceinline__ auto load_packed(const T* p) {
-#ifdef SETTLED_WEIGHTS
+#if defined(SHARED_WEIGHTS) && defined(__CUDA_ARCH__)
+    return *p;
+#elif defined(SETTLED_WEIGHTS)
     return load_settled(p);
 #else
     return load_constant(p);
@@ -125,11 +128,22 @@ __device__ __forceinline__ void load_words16(const u8* p, u32 (&w)[N]) {
     }
 }
 
+// The multiple of N at or below p. In shared memory by taking off what p is beyond it: a compiler loses sight of whose memory
+// an address is in when its bits are cut off.
+template <int N>
+__device__ __forceinline__ const u8* aligned_down(const u8* p) {
+#ifdef SHARED_WEIGHTS
+    return p - ((u32)(u64)p & (N - 1));
+#else
+    return (const u8*)((u64)p & ~(u64)(N - 1));
+#endif
+}
+
 // N words from any address, by aligned loads and shifts: half as many loads as by 16 bits at a time. The words around
 // the wanted bytes hold at least one of them each, so nothing outside an allocation of whole words is touched.
 template <int N>
 __device__ __forceinline__ void load_words(const u8* p, u32 (&w)[N]) {
-    const u32* base = (const u32*)((u64)p & ~3ull);
+    const u32* base = (const u32*)aligned_down<4>(p);
     u32 shift = ((u32)(u64)p & 3u) * 8u;
     u32 a[N + 1];
 #pragma unroll
@@ -144,7 +158,10 @@ __device__ __forceinline__ void load_words(const u8* p, u32 (&w)[N]) {
 // one of the wanted bytes.
 template <int N>
 __device__ __forceinline__ void load_vectors(const u8* p, u32 (&w)[N]) {
-    const uint4* base = (const uint4*)((u64)p & ~15ull);
+#ifdef SHARED_WEIGHTS
+    load_words(p, w);  // there, more loads cost less than choosing among words
+#else
+    const uint4* base = (const uint4*)aligned_down<16>(p);
     u32 offset = (u32)(u64)p & 15u, a[N + 4];
 #pragma unroll
     for (int i = 0; i < N / 4 + 1; i++) {
@@ -157,6 +174,7 @@ __device__ __forceinline__ void load_vectors(const u8* p, u32 (&w)[N]) {
     for (int i = 0; i < N + 1; i++) a[i] = offset & 4u ? a[i + 1] : a[i];
 #pragma unroll
     for (int i = 0; i < N; i++) w[i] = __funnelshift_r(a[i], a[i + 1], (offset & 3u) * 8u);
+#endif
 }
 
 __device__ __forceinline__ float half_bits_to_float(u32 bits) {

@@ -18,7 +18,7 @@ __device__ __forceinline__ void product(const Matrix& m, const Finish& finish, c
     StripSums sums;
     auto x_row = [&](int i) { return first_token + i; };
     int count = min(STRIP_TOKENS, n_tokens - first_token);
-    if (!strip_product<F, F>(lower, upper, x, width, x_row, count, shared, sums)) return;
+    if (!strip_product<F, F>(lower, upper, x, width, x_row, count, shared, [] {}, sums)) return;
     float scales[TOKEN_TILES][2];  // all asked for before the first store
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) {

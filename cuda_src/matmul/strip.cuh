@@ -10,9 +10,17 @@
 // memory, [token][span of the chunk][64 halves + 8 of padding] + 32 halves of padding a token; the paddings put the 8
 // accesses of 16 bytes that are served together into different banks.
 // -DSTRIP_AHEAD 1: a step's bytes are loaded during the step before.
+// -DSTRIP_RING n: they come through n slots of shared memory a warp (matmul/ring.cuh), behind the activations.
 #pragma once
 
 #include "quants/spans.cuh"
+
+#ifndef STRIP_RING
+#define STRIP_RING 0
+#endif
+#if STRIP_RING
+#include "matmul/ring.cuh"
+#endif
 
 #define STRIP_THREADS (32 * WARPS_N * WARPS_K)
 // Blocks that a multiprocessor must be able to hold: bounds the registers of a thread, see rows.cuh.
@@ -27,6 +35,7 @@
 static_assert(STRIP_TOKENS % 8 == 0, "whole tiles");
 static_assert(!STRIP_STAGED || CHUNK_PIECES % (STEP_PIECES * WARPS_K) == 0, "a chunk is a whole number of rounds");
 static_assert(CHUNK_PIECES % 16 == 0, "padding that fits");
+static_assert(!STRIP_RING || (STRIP_STAGED && !STRIP_AHEAD && WARPS_K == 1), "what a ring goes with");
 
 typedef float StripSums[TOKEN_TILES][4];
 
@@ -40,6 +49,19 @@ __device__ __forceinline__ int strip_token(int j, int c) { return j * 8 + 2 * (t
 template <class F, class XRow>
 __device__ __forceinline__ void copy_x_chunk(const __half* x, int width, int first, XRow x_row, int n_tokens,
                                              __half* shared) {
+#if STRIP_RING
+    // A warp a token: whose row that is takes a load and a division.
+    int lane = threadIdx.x & 31;
+    for (int token = threadIdx.x >> 5; token < n_tokens; token += STRIP_THREADS / 32) {
+        const __half* row = x + (i64)x_row(token) * width;
+#pragma unroll
+        for (int i = lane; i < CHUNK_PIECES * 4; i += 32) {
+            int span = i / 8, part = i % 8, source = Span<F>::first(first / 2 + span, part / 2) + 8 * (part & 1);
+            bool wanted = source < width;
+            copy_async16(shared + token * TOKEN_HALVES + span * SPAN_HALVES + part * 8, row + (wanted ? source : 0), wanted);
+        }
+    }
+#else
     for (int i = threadIdx.x; i < n_tokens * CHUNK_PIECES * 4; i += STRIP_THREADS) {
         int token = i / (CHUNK_PIECES * 4), rest = i % (CHUNK_PIECES * 4), span = rest / 8, part = rest % 8;
         int source = Span<F>::first(first / 2 + span, part / 2) + 8 * (part & 1);
@@ -47,6 +69,7 @@ __device__ __forceinline__ void copy_x_chunk(const __half* x, int width, int fir
         const __half* from = x + (wanted ? (i64)x_row(token) * width + source : 0);
         copy_async16(shared + token * TOKEN_HALVES + span * SPAN_HALVES + part * 8, from, wanted);
     }
+#endif
     commit_copies();
 }
 
@@ -99,6 +122,43 @@ __device__ __forceinline__ void multiply_step(const Span<F> (&bytes)[2], int spa
     }
 }
 
+#if STRIP_RING
+// The same as strip_pass below.
+template <class F, bool LOWER, bool UPPER, class XRow, class Ready>
+__device__ __forceinline__ void ring_pass(const u8* lower_row, const u8* upper_row, const __half* x, int width, XRow x_row,
+                                          int n_tokens, __half* shared, Ready ready, StripSums& sums) {
+    int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    int n_pieces = width / 32, n_steps = (n_pieces + STEP_PIECES - 1) / STEP_PIECES;
+    u32 magic = kept_in_register(Span<F>::MAGIC, width);
+    WeightRing<F> ring(lower_row, upper_row, n_pieces, (u8*)(shared + STRIP_TOKENS * TOKEN_HALVES));
+#pragma unroll
+    for (int i = 0; i < STRIP_RING; i++) ring.template ask<LOWER, UPPER>();
+    ready();
+    const __half* x_lane = shared + g * TOKEN_HALVES + t * SPAN_HALVES;
+    for (int first = 0; first < n_steps; first += CHUNK_PIECES / STEP_PIECES) {
+        if (first) __syncthreads();
+        copy_x_chunk<F>(x, width, first * STEP_PIECES, x_row, n_tokens, shared);
+        wait_copies<0>();
+        __syncthreads();
+        int end = min(n_steps, first + CHUNK_PIECES / STEP_PIECES);
+        for (int step = first; step < end; step++) {
+            wait_copies<STRIP_RING - 1>();
+            __syncwarp();  // all lanes' copies have come
+            Span<F> bytes[2];
+            if (LOWER) bytes[0].load(ring.row(0), t, n_pieces - step * STEP_PIECES);
+            if (UPPER) bytes[1].load(ring.row(1), t, n_pieces - step * STEP_PIECES);
+            ring.pass();
+            __syncwarp();  // and all have read what is now written over
+            ring.template ask<LOWER, UPPER>();
+            const __half* x_step = x_lane + (step - first) * 4 * SPAN_HALVES;
+            auto x_at = [&](int j, int i, int h) {
+                return *(const uint4*)(x_step + j * 8 * TOKEN_HALVES + i * 16 + h * 8);
+            };
+            multiply_step<F, LOWER, UPPER>(bytes, step * 4 + t, n_pieces, magic, n_tokens, x_at, [] {}, sums);
+        }
+    }
+}
+#else
 // Adds the product over all of K. Rows that are not LOWER or UPPER are not read.
 template <class F, bool LOWER, bool UPPER, class XRow>
 __device__ __forceinline__ void strip_pass(const u8* lower_row, const u8* upper_row, const __half* x, int width, XRow x_row,
@@ -153,15 +213,28 @@ __device__ __forceinline__ void strip_pass(const u8* lower_row, const u8* upper_
     }
 #endif
 }
+#endif
 
 // The whole strip: FA is the format of rows 0..7, FB of rows 8..15; both rows can be read. Activations of n_tokens tokens,
 // 1 to STRIP_TOKENS; what the other sums hold means nothing. True where this warp holds results. `shared`: the dynamic shared
-// memory (size: ops/cuda/matmul.py).
-template <class FA, class FB, class XRow>
+// memory (size: ops/cuda/matmul.py). ready(): activations and x_row may be read from then on.
+template <class FA, class FB, class XRow, class Ready>
 __device__ __forceinline__ bool strip_product(const u8* lower_row, const u8* upper_row, const __half* x, int width,
-                                              XRow x_row, int n_tokens, __half* shared, StripSums& sums) {
+                                              XRow x_row, int n_tokens, __half* shared, Ready ready, StripSums& sums) {
 #pragma unroll
     for (int i = 0; i < TOKEN_TILES * 4; i++) (&sums[0][0])[i] = 0.0f;
+#if STRIP_RING
+    if constexpr (IsSame<FA, FB>::value) {
+        ring_pass<FA, true, true>(lower_row, upper_row, x, width, x_row, n_tokens, shared, ready, sums);
+    } else {
+        // The order of K differs between formats: one pass for each.
+        ring_pass<FA, true, false>(lower_row, upper_row, x, width, x_row, n_tokens, shared, ready, sums);
+        __syncthreads();
+        ring_pass<FB, false, true>(lower_row, upper_row, x, width, x_row, n_tokens, shared, [] {}, sums);
+    }
+    return true;
+#else
+    ready();
     if constexpr (IsSame<FA, FB>::value) {
         strip_pass<FA, true, true>(lower_row, upper_row, x, width, x_row, n_tokens, shared, sums);
     } else {
@@ -188,4 +261,5 @@ __device__ __forceinline__ bool strip_product(const u8* lower_row, const u8* upp
         for (int i = 0; i < TOKEN_TILES * 4; i++) (&sums[0][0])[i] += partial[(k * WARPS_N * TOKEN_TILES * 4 + i) * 32];
     }
     return true;
+#endif
 }

@@ -9,6 +9,9 @@
 // -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 0 1; the rest as in gemm_strip.cu.
 
 #define SETTLED_WEIGHTS
+#if STRIP_RING
+#define SHARED_WEIGHTS
+#endif
 #include "common/experts.cuh"
 #include "common/follow.cuh"
 #include "common/math.cuh"
@@ -48,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     const u8* upper = rows[1].at(up, item.expert, second_row);
     StripSums sums;
     auto x_row = [&](int i) { return item_assignment(order, item, i) / top_k; };
-    if (!strip_product<FORMAT_GATE, FORMAT_UP>(lower, upper, x, width, x_row, item.count, shared, sums)) return;
+    if (!strip_product<FORMAT_GATE, FORMAT_UP>(lower, upper, x, width, x_row, item.count, shared, [] {}, sums)) return;
     SumTokens<TOKEN_TILES> tokens;
     tokens.ask(order, item, x_scales, top_k, [](int j, int c) { return strip_token(j, c); });
 #pragma unroll
@@ -101,10 +104,11 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     }
     const u8* lower = rows[0].at(down, item.expert, first_row);
     const u8* upper = rows[1].at(down, item.expert, second_row);
-    follow_predecessor();
     StripSums sums;
     auto x_row = [&](int i) { return item_assignment(order, item, i); };
-    if (!strip_product<FORMAT_DOWN, FORMAT_DOWN>(lower, upper, hidden, n_hidden, x_row, item.count, shared, sums)) return;
+    if (!strip_product<FORMAT_DOWN, FORMAT_DOWN>(lower, upper, hidden, n_hidden, x_row, item.count, shared,
+                                                 [] { follow_predecessor(); }, sums))
+        return;
     SumTokens<TOKEN_TILES> tokens;
     tokens.ask(order, item, h_scales, 1, [](int j, int c) { return strip_token(j, c); });
 #pragma unroll

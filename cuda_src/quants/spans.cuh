@@ -11,7 +11,7 @@
 
 __device__ __forceinline__ __half2 bits_half2(u32 bits) { return *(__half2*)&bits; }
 
-// Byte i of x below the high bytes of two equal halves: 1024 + byte (of halves 0x6400) or 64 + byte / 16 (0x5400).
+// Byte i of x below the high bytes of two equal halves 0x6400: 1024 + byte.
 __device__ __forceinline__ __half2 byte_halves(u32 x, u32 halves, int i) {
     return bits_half2(__byte_perm(x, halves, 0x5050 + 0x0101 * i));
 }
@@ -73,7 +73,7 @@ struct Span<q4_k> {
 template <>
 struct Span<q6_k> {
     static constexpr bool SCALED = true, MINS = false;
-    static constexpr u32 MAGIC = 0x54005400u;
+    static constexpr u32 MAGIC = 0x64006400u;
     u32 ql[8];  // units u and u + 2 of 16 bytes of a block's half
     u32 qh[4];
     u32 scales;  // a byte a group
@@ -104,29 +104,24 @@ struct Span<q6_k> {
         u32 biased;  // scales + 128
         float scale, min_scale;
 
-        // Halves are a sixteenth of integer times scale: byte_halves gives scales that small.
         __device__ __forceinline__ Halves(const Span& stored, int, int, u32 constant)
             : bytes(stored),
               magic(constant),
               biased(stored.scales ^ 0x80808080u),
-              scale(16.0f * half_bits_to_float(stored.d)),
+              scale(half_bits_to_float(stored.d)),
               min_scale(0.0f) {}
 
-        // Bits 4..9 of each half hold q, so it is 64 + q, and 96 times a scale is exact.
+        // q in bits 2..7 of its byte is the half 1024 + 4 q: times a fourth of the scale, which is exact, and so is 288
+        // times a scale.
         __device__ __forceinline__ void group(int i, u32 (&out)[8]) const {
-            __half2 s = __hsub2(byte_halves(biased, magic, i), __float2half2_rn(72.0f));
-            __half2 offset = __hmul2(s, __float2half2_rn(-96.0f));
+            __half2 s = __hfma2(byte_halves(biased, magic, i), __float2half2_rn(0.25f), __float2half2_rn(-288.0f));
+            __half2 offset = __hmul2(s, __float2half2_rn(-1152.0f));
 #pragma unroll
             for (int w = 0; w < 4; w++) {
-                u32 x = bytes.ql[4 * (i & 1) + w], high = bytes.qh[w];
-                // Elements 0 and 2, then 1 and 3: the nibble to bits 4..7, the two high bits to bits 8 and 9.
-                u32 nibble[2] = {i < 2 ? x << 4 : x, i < 2 ? x >> 4 : x >> 8};
-                u32 top[2] = {high << (8 - 2 * i), high >> (2 * i)};
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    __half2 q = bits_half2(((nibble[h] & 0x00f000f0u) | magic) | (top[h] & 0x03000300u));
-                    out[2 * w + h] = half2_bits(__hfma2(q, s, offset));
-                }
+                u32 x = bytes.ql[4 * (i & 1) + w], nibbles = i < 2 ? x << 2 : x >> 2, top = bytes.qh[w] << (6 - 2 * i);
+                u32 q = (nibbles & 0x3c3c3c3cu) | (top & 0xc0c0c0c0u);
+                out[2 * w] = half2_bits(__hfma2(bits_half2(__byte_perm(q, magic, 0x5250)), s, offset));
+                out[2 * w + 1] = half2_bits(__hfma2(bits_half2(__byte_perm(q, magic, 0x5351)), s, offset));
             }
         }
         __device__ __forceinline__ u32 minimum(int) const { return 0u; }

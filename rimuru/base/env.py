@@ -27,6 +27,12 @@ def dependent_launches() -> bool:
     return _flag("RIMURU_DEPENDENT_LAUNCH", True)
 
 
+def expert_rings() -> bool:
+    """RIMURU_EXPERT_RINGS=1: packed weights of experts on tensor cores come through shared memory. Off until a card has
+    shown that it is faster."""
+    return _flag("RIMURU_EXPERT_RINGS", False)
+
+
 def poison_free_pages() -> bool:
     """RIMURU_POISON=1: fill pages with NaN patterns when they are released, so that stale reads show."""
     return _flag("RIMURU_POISON", False)

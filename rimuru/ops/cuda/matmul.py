@@ -184,6 +184,13 @@ def strip_shared_bytes(tokens: int, warps_n: int, warps_k: int, staged: bool) ->
     return max(chunk, (warps_k - 1) * warps_n * (tokens // 8) * 512)
 
 
+def ring_pitch(fmt: QuantFormat) -> int:
+    """Bytes from row to row of a step of 256 elements in shared memory (PITCH of cuda_src/matmul/ring.cuh)."""
+    n_bytes = 256 // fmt.block_elements * fmt.block_bytes
+    spread = 0 if fmt.block_bytes % 16 == 0 else 30 if fmt.block_bytes % 2 else 29
+    return 16 * ((n_bytes + spread) // 16 | 1)
+
+
 def strip_tokens(n_tokens: float) -> int:
     """Tokens of a strip: 8, 16 or 32."""
     return 8 if n_tokens <= 8 else 16 if n_tokens <= 16 else 32

@@ -33,6 +33,7 @@ from rimuru.ops.cuda.matmul import (
 from rimuru.ops.cuda.moe_kernels import (
     DOWN_WARPS,
     LEAN_FORMATS,
+    Shape,
     down_kernel,
     down_matrix_kernel,
     down_matrix_shape,
@@ -40,6 +41,7 @@ from rimuru.ops.cuda.moe_kernels import (
     up_kernel,
     up_matrix_kernel,
     up_matrix_shape,
+    with_ring,
 )
 from rimuru.ops.cuda.pointwise import ACTIVATION_IDS
 from rimuru.ops.cuda.routing import route_kernel
@@ -290,7 +292,7 @@ def _experts_on_tensor_cores(
 ) -> None:
     buffers, x, gate = call.buffers, call.x, call.projection("gate")
     make_halves(x, n_assignments // call.spec.top_k)
-    shape = up_matrix_shape(load)
+    shape, after = _matrix_shapes(load, gate, up, down)
     up_matrix_kernel(None if gate is None else gate.format.name, up.format.name, shape, call.scaled, call.listed)(
         (ceil_div(up.n_rows, shape.rows if gate is None else shape.rows // 2), call.max_items),
         (shape.threads,),
@@ -301,13 +303,21 @@ def _experts_on_tensor_cores(
         shared_bytes=shape.shared_bytes,
     )  # fmt: skip
     scale_halves(buffers.hidden, buffers.halves, buffers.half_scales, n_assignments)
-    shape = down_matrix_shape(load)
-    down_matrix_kernel(down.format.name, shape, call.scaled, call.listed)(
-        (ceil_div(down.n_rows, shape.rows), call.max_items),
-        (shape.threads,),
+    down_matrix_kernel(down.format.name, after, call.scaled, call.listed)(
+        (ceil_div(down.n_rows, after.rows), call.max_items),
+        (after.threads,),
         (buffers.halves, buffers.half_scales, down.n_in, *call.down_arguments(down)),
-        shared_bytes=shape.shared_bytes,
+        shared_bytes=after.shared_bytes,
     )
+
+
+def _matrix_shapes(
+    load: float, gate: ProjectionLayout | None, up: ProjectionLayout, down: ProjectionLayout
+) -> tuple[Shape, Shape]:
+    """Of gate_up and of down, on tensor cores."""
+    up_formats = [p.format for p in (gate, up) if p is not None]
+    shape = with_ring(up_matrix_shape(load), up_formats, up.n_in)
+    return shape, with_ring(down_matrix_shape(load), [down.format], down.n_in)
 
 
 def experts_kernels(
@@ -322,9 +332,10 @@ def experts_kernels(
     for n_tokens in range(1, max_tokens + 1):
         load = n_tokens * spec.top_k / layout.n_experts
         if _has_halves(n_tokens, spec, up.n_in, deterministic):
+            shapes = _matrix_shapes(load, gate, up, down)
             pair = (
-                up_matrix_kernel(gate_name, up.format.name, up_matrix_shape(load), scaled, lists),
-                down_matrix_kernel(down.format.name, down_matrix_shape(load), scaled, lists),
+                up_matrix_kernel(gate_name, up.format.name, shapes[0], scaled, lists),
+                down_matrix_kernel(down.format.name, shapes[1], scaled, lists),
             )
         else:
             tile = dot_tile(n_tokens, load)

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
-from rimuru.base.units import ceil_div
+from rimuru.base import env
+from rimuru.base.units import align_up, ceil_div
+from rimuru.formats.quants import QuantFormat
 from rimuru.ops.cuda.launch import Kernel
-from rimuru.ops.cuda.matmul import TILE_THREADS, strip_defines, strip_shared_bytes, tile_shared_bytes
+from rimuru.ops.cuda.matmul import (
+    TILE_THREADS,
+    ring_pitch,
+    strip_chunk,
+    strip_defines,
+    strip_shared_bytes,
+    tile_shared_bytes,
+)
 
 MAX_STRIP_LOAD = 32
 """Up to this many, tensor cores with weights decoded in registers. (Both measured on an H200: tools/LOG.md.)"""
 
 STRIP_WARPS = 8
 """Warps of a block of the strip kernels, 16 weight rows each."""
+
+MAX_RING = 3
+"""Most steps of packed weights that a warp of the strip kernels has under way in shared memory."""
+
+MAX_SHARED_BYTES = 99 * 1024
+"""Shared memory of a block on every supported card."""
 
 DOWN_WARPS = 8
 LEAN_FORMATS = ("q6_k", "q4_0")
@@ -101,10 +117,20 @@ class Shape:
     resident: int = 512
     """Strips: threads that a multiprocessor must be able to hold."""
 
+    ring: int = 0
+    """Strips: steps of packed weights that a warp has under way in shared memory; 0: in registers."""
+
+    chunk: int = 0
+    """Strips with a ring: pieces of K whose activations are in shared memory at a time."""
+
+    pitch: int = 0
+    """Strips with a ring: bytes from row to row."""
+
     def defines(self) -> dict[str, int | str]:
         if self.family == "strip":
             defines = strip_defines(self.tokens, self.rows // 16, self.warps_k, self.staged, self.ahead)
-            return defines | {"STRIP_RESIDENT": self.resident}
+            defines |= {"STRIP_RESIDENT": self.resident}
+            return defines | {"STRIP_RING": self.ring, "CHUNK_PIECES": self.chunk} if self.ring else defines
         return {"TILE_N": self.rows, "TILE_M": self.tokens}
 
     @property
@@ -113,6 +139,8 @@ class Shape:
 
     @property
     def shared_bytes(self) -> int:
+        if self.ring:
+            return ring_chunk_bytes(self.tokens, self.chunk) + self.ring * self.rows * self.pitch
         if self.family == "strip":
             return strip_shared_bytes(self.tokens, self.rows // 16, self.warps_k, self.staged)
         return tile_shared_bytes(self.rows, self.tokens)
@@ -135,6 +163,23 @@ def _matrix_shape(load: float, ahead: bool) -> Shape:
         resident = 768 if tokens == 8 and not ahead else 512
         return Shape("strip", 16 * STRIP_WARPS, tokens, staged=True, ahead=ahead, resident=resident)
     return Shape("tile", 128, 64 if load <= 80 else 128)
+
+
+def ring_chunk_bytes(tokens: int, chunk: int) -> int:
+    """Shared memory of a strip's activations (STRIP_TOKENS * TOKEN_HALVES of cuda_src/matmul/strip.cuh)."""
+    return 2 * tokens * (chunk // 2 * 72 + 32)
+
+
+def with_ring(shape: Shape, formats: Sequence[QuantFormat], n_in: int) -> Shape:
+    """The shape with packed weights by way of shared memory, where that is asked for and they fit."""
+    if shape.family != "strip" or not env.expert_rings():
+        return shape
+    n_pieces = ceil_div(n_in, 32)
+    chunk = min(strip_chunk(shape.tokens), align_up(n_pieces, 16))
+    pitch = max(map(ring_pitch, formats))
+    left = MAX_SHARED_BYTES - ring_chunk_bytes(shape.tokens, chunk)
+    ring = min(MAX_RING, ceil_div(n_pieces, 8), left // (shape.rows * pitch))
+    return replace(shape, ring=ring, chunk=chunk, pitch=pitch, ahead=False, resident=512) if ring > 0 else shape
 
 
 @cache

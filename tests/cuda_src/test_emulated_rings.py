@@ -1,0 +1,111 @@
+"""Experts on tensor cores whose packed weights come through shared memory: bit for bit what they give without."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import emulate
+import nvrtc
+from cases import moe as moe_cases
+from cases.common import Case
+
+from rimuru.arch.spec import MoeSpec
+from rimuru.formats.quants import BY_NAME, ENGINE_FORMATS
+from rimuru.ops.cuda import moe_kernels
+from rimuru.ops.cuda.launch import Kernel
+
+emulated = pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine")
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulate.Emulator:
+    return emulate.Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def launched(emulator: emulate.Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kernel]]:
+    kernels: list[Kernel] = []
+
+    def call(kernel: Kernel, grid: Any, block: Any, args: Any, shared_bytes: int = 0, stream: Any = None) -> None:
+        assert shared_bytes <= moe_kernels.MAX_SHARED_BYTES
+        kernels.append(kernel)
+        emulator.launch(kernel, grid, block, args)
+
+    monkeypatch.setitem(sys.modules, "cupy", emulate.fake_cupy())
+    monkeypatch.setattr(Kernel, "__call__", call)
+    yield kernels
+
+
+def of_types(gate: str | None, up: str, down: str) -> dict[str, str]:
+    return ({} if gate is None else {"gate": gate}) | {"up": up, "down": down}
+
+
+def case(formats: dict[str, str], spec: MoeSpec, n_in: int, n_tokens: int, **options: Any) -> Case:
+    return moe_cases.experts_case("rings", formats, spec, n_in, n_tokens, **options)
+
+
+CASES = [
+    case(of_types("q4_k", "q4_k", "q6_k"), MoeSpec(5, 2, 768), 2048, 9),  # eight steps and three, as Qwen3-30B
+    case(of_types("q4_k", "q4_k", "q4_k"), MoeSpec(3, 2, 256), 4352, 13),  # more than one piece of activations
+    case(of_types("q6_k", "q4_k", "q4_k"), MoeSpec(3, 2, 256), 512, 9, page_bytes=20000),  # two types in one strip
+    case(of_types("q8_0", "q8_0", "q5_0"), MoeSpec(4, 2, 96), 352, 7, biases=True),  # rows that end within a step
+    case(of_types(None, "mxfp4", "mxfp4"), MoeSpec(4, 2, 288), 288, 17),  # rows at odd addresses; 16 tokens
+    case(of_types("nvfp4", "nvfp4", "nvfp4"), MoeSpec(4, 2, 128), 192, 9, factors=True, active=True),
+    case(of_types("f16", "f16", "q8_0"), MoeSpec(3, 2, 64), 288, 9, repeated=True),
+]
+
+
+@emulated
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(CASES.index(case)))
+def test_rings_give_the_same_bits(case: Case, launched: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, ops = case.inputs(), emulate.EmulatedOps()
+    without = case.run(ops, inputs)  # type: ignore[arg-type]
+    assert not any("STRIP_RING" in kernel.defines for kernel in launched)
+    monkeypatch.setenv("RIMURU_EXPERT_RINGS", "1")
+    launched.clear()
+    found = case.run(ops, inputs)  # type: ignore[arg-type]
+    rings = [kernel.name for kernel in launched if "STRIP_RING" in kernel.defines]
+    assert rings == ["moe_gate_up_strip", "moe_down_strip"]
+    assert all(np.array_equal(found[name], without[name]) for name in without)
+    case.check(ops)  # type: ignore[arg-type]
+
+
+def ring_shape(name: str, load: float, n_in: int) -> moe_kernels.Shape:
+    return moe_kernels.with_ring(moe_kernels.up_matrix_shape(load), [BY_NAME[name]], n_in)
+
+
+@pytest.mark.parametrize("fmt", ENGINE_FORMATS, ids=lambda fmt: fmt.name)
+def test_a_ring_holds_every_step_and_fits(fmt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a row starts, the whole 16 bytes that a step lies in; rows an odd number of them apart."""
+    monkeypatch.setenv("RIMURU_EXPERT_RINGS", "1")
+    step_bytes = 256 // fmt.block_elements * fmt.block_bytes
+    unit = np.gcd(fmt.block_bytes, 16) if not fmt.is_float else 16
+    starts = np.arange(0, 16, unit)
+    pitch = moe_kernels.ring_pitch(fmt)
+    assert pitch >= max((start + step_bytes + 15) // 16 * 16 for start in starts) and pitch // 16 % 2 == 1
+    for load in (1, 8, 20, 30):
+        for n_in in (256, 768, 2048, 7168):
+            shape = ring_shape(fmt.name, load, n_in)
+            assert shape.shared_bytes <= 99 * 1024 and shape.ring <= moe_kernels.MAX_RING
+
+
+@pytest.mark.skipif(not nvrtc.available(), reason="no compiler library")
+@pytest.mark.parametrize("architecture", [80, 90, 120])
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0", "mxfp4"])
+def test_they_compile(name: str, architecture: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RIMURU_EXPERT_RINGS", "1")
+    for load in (2, 8):
+        up = moe_kernels.up_matrix_kernel(name, name, ring_shape(name, load, 2048), listed=True)
+        down = moe_kernels.down_matrix_kernel(name, ring_shape(name, load, 768), listed=True)
+        for kernel in (up, down):
+            text = nvrtc.compile_source(kernel.path, kernel.defines, architecture, kind="PTX").decode(errors="replace")
+            # Weights are copied past the registers, and read out of shared memory by loads that know whose it is.
+            assert "cp.async.cg.shared.global" in text and "ld.shared" in text
+            assert not [line for line in text.splitlines() if "\tld.u" in line or "\tld.v" in line or "\tld.b" in line]
