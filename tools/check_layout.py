@@ -8,6 +8,7 @@ Prints every violation and exits with 1 if there is one. tests/test_layout.py ru
 
 from __future__ import annotations
 
+import argparse
 import ast
 import sys
 from collections.abc import Iterator
@@ -179,6 +180,7 @@ def violations() -> list[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     problems = violations()
     print("\n".join(problems) or "the layout is as it should be")
     sys.exit(1 if problems else 0)

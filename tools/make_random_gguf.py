@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script
 from rimuru.arch.quant_mix import quantisations
 from rimuru.arch.registry import runnable_architectures
 from rimuru.arch.shape_data import ModelShape

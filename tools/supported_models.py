@@ -13,6 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script
 from rimuru.arch.registry import architectures, can_run, published_models
 
 BEGIN, END = "<!-- supported models: tools/supported_models.py -->", "<!-- end of supported models -->"

@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script
 from rimuru.memory.allocator import PageAllocator
 from rimuru.memory.specs import (
     ConvLayout,

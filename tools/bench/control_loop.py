@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script
 from rimuru.arch.shapes import shape_gguf
 from rimuru.engine.room import ExpertRoom
 from rimuru.simulate.cards import card_named

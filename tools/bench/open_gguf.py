@@ -6,8 +6,11 @@ python tools/bench/open_gguf.py FILE [--repeat 5]
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script
 from rimuru.formats.gguf import open_gguf
 
 

@@ -21,11 +21,13 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script
 from rimuru.simulate.traces import PREFIX_BLOCK_TOKENS, TraceRequest, read_trace
 
 WORDS = """time year people way day man thing woman life child world school state family student group country problem

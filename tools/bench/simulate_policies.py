@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script
 from rimuru.arch.shapes import shape_gguf
 from rimuru.base.errors import NotEnoughMemoryError
 from rimuru.base.units import GIB

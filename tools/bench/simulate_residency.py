@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script
 from rimuru.experts import residency as module
 from rimuru.experts.residency import Residency
 from rimuru.experts.routing import SyntheticRouter, router_for

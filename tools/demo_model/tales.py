@@ -17,6 +17,7 @@ it tells already (a scene, the place, the friend, the thing x) is not told again
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 import sys
@@ -412,7 +413,9 @@ def talk(index: int, seed: int = SEED) -> Tale:
 
 
 def main() -> int:
-    for index in range(int(sys.argv[1]) if len(sys.argv) > 1 else 1):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("n_tales", type=int, nargs="?", default=1, metavar="N")
+    for index in range(parser.parse_args().n_tales):
         story = tale(index)
         print(f"{story.request}\n\n{story.text}\n\n")
     return 0
