@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from typing import cast
 
 import jinja2
 from jinja2 import nodes
@@ -13,6 +14,14 @@ from rimuru.text.guard import Guard, RenderedChat
 from rimuru.text.messages import normalise_messages
 from rimuru.text.plain_tools import knows_tools, with_plain_tools
 from rimuru.text.sandbox import TemplateEnvironment, TemplateRefusal
+from rimuru.text.template_habits import (
+    Habits,
+    find_habits,
+    fit_history,
+    with_told_tools,
+    with_tools_in_message,
+    with_written_calls,
+)
 from rimuru.text.tokenizer import Tokenizer
 
 MAX_SOURCE_CHARACTERS = 1 << 20
@@ -69,7 +78,7 @@ class ChatTemplate:
             chatml = tokenizer.token_id("<|im_start|>") is not None and tokenizer.token_id("<|im_end|>") is not None
             self._sources["default"] = CHATML_TEMPLATE if chatml else PLAIN_TEMPLATE
         self._environment = TemplateEnvironment(now)
-        self._compiled: dict[str, tuple[jinja2.Template, frozenset[str]]] = {}
+        self._compiled: dict[str, tuple[jinja2.Template, frozenset[str], Habits]] = {}
         self._control_texts = tokenizer.control_texts()
         self._token_variables = {
             f"{role}_token": text for role in _TOKEN_ROLES if (text := tokenizer.special_text(role)) is not None
@@ -96,12 +105,14 @@ class ChatTemplate:
         Raises BadInputError for messages that cannot be used, and for a template that fails or refuses them.
         """
         name = self._name(bool(tools))
-        template, read_texts = self._template(name)
+        template, read_texts, habits = self._template(name)
         clash = sorted(_RESERVED & variables.keys())
         if clash:
             raise BadInputError(f"chat template variable {clash[0]!r} is reserved")
         try:
-            guard, values = self._guarded(messages, tools, documents, variables, self._sources[name], read_texts)
+            guard, values = self._guarded(
+                messages, tools, documents, variables, self._sources[name], read_texts, habits
+            )
         except RecursionError:
             raise BadInputError("the conversation has values that are nested too deeply") from None
         text = self._run(template, values | {"add_generation_prompt": add_generation_prompt})
@@ -115,21 +126,32 @@ class ChatTemplate:
         variables: Mapping[str, object],
         source: str,
         read_texts: frozenset[str],
+        habits: Habits,
     ) -> tuple[Guard, dict[str, object]]:
         """What goes into a template, with no control token spelled out. read_texts: token texts that it looks for."""
-        normal = normalise_messages(messages, source)
+        normal = fit_history(normalise_messages(messages, source), habits)
         if not knows_tools(source):
             normal = with_plain_tools(normal, tools)
+        elif habits.tools == "message":
+            normal = with_tools_in_message(normal, tools)
         guard = Guard(self._control_texts, [normal, tools, documents, variables])
         # A template that looks for a control token in earlier answers (to cut off the reasoning) must find it there.
         marked = [
-            guard.mark(message, read_texts if message["role"] == "assistant" else frozenset()) for message in normal
+            cast(
+                "dict[str, object]", guard.mark(message, read_texts if message["role"] == "assistant" else frozenset())
+            )
+            for message in normal
         ]
+        marked_tools = cast("list[object] | None", guard.mark(list(tools) if tools else None))
+        if not habits.shows_calls:  # in the model's own marks, which are to be control tokens: so after the marking
+            marked = with_written_calls(marked, source, self._has_token)
+        if habits.tools == "untold":
+            marked = with_told_tools(marked, marked_tools, source, self._has_token)
         return guard, {
             **self._token_variables,
             **{key: guard.mark(value) for key, value in variables.items()},
             "messages": marked,
-            "tools": guard.mark(tools or None),
+            "tools": marked_tools,
             "documents": guard.mark(documents or None),
         }
 
@@ -144,19 +166,31 @@ class ChatTemplate:
         """render() as token ids."""
         return self._tokenizer.encode_chat(self.render(messages, tools, documents, add_generation_prompt, **variables))
 
-    def _template(self, name: str) -> tuple[jinja2.Template, frozenset[str]]:
+    def _has_token(self, text: str) -> bool:
+        return self._tokenizer.token_id(text) is not None
+
+    def _template(self, name: str) -> tuple[jinja2.Template, frozenset[str], Habits]:
         found = self._compiled.get(name)
         if found is None:
             source = self._sources[name]
             if len(source) > MAX_SOURCE_CHARACTERS:
                 raise BadInputError(f"the model's chat template has more than {MAX_SOURCE_CHARACTERS} characters")
             try:
-                read_texts = _texts_read(self._environment.parse(source)) & self._control_texts
-                found = self._environment.load(source), read_texts
+                tree = self._environment.parse(source)
+                template = self._environment.load(source)
             except (jinja2.TemplateError, RecursionError, ValueError, MemoryError, OverflowError) as error:
                 raise BadInputError(f"the model's chat template cannot be compiled: {_one_line(error)}") from error
-            self._compiled[name] = found
+            habits = find_habits(source, tree, lambda messages: self._try(template, messages))
+            self._compiled[name] = found = template, _texts_read(tree) & self._control_texts, habits
         return found
+
+    def _try(self, template: jinja2.Template, messages: list[dict[str, object]]) -> str | None:
+        """A conversation without tools, None where the template cannot show it."""
+        variables = {**self._token_variables, "messages": messages, "tools": None, "documents": None}
+        try:
+            return self._run(template, variables | {"add_generation_prompt": True})
+        except BadInputError:
+            return None
 
     def _run(self, template: jinja2.Template, variables: dict[str, object]) -> str:
         try:

@@ -12,7 +12,6 @@ from rimuru.text.call_ids import rename_call_ids
 
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 _TEXT_PARTS = ("text", "input_text", "output_text")  # no set: a client may send what has no hash
-_ASKS_FOR_NULL = re.compile(r"""content(?:['"]\])?\s+is\s+(?:not\s+)?none""", re.IGNORECASE)
 _READS_THINKING = re.compile(r"""\.thinking\b|['"]thinking['"]""")
 _ONE_OF_BOTH = re.compile(r"message\.content and message\.thinking")
 
@@ -23,8 +22,7 @@ def normalise_messages(messages: object, template_source: str) -> list[dict[str,
     Content that is null or absent becomes "", text parts are joined with line feeds. Empty `tool_calls` and keys that
     are null go away; tool-call arguments are the object and its text at once (JsonArguments). The role `developer`
     becomes `system` unless the template knows it; a role outside OpenAI's must occur in the template. An earlier
-    answer's reasoning is its `reasoning_content` (or `reasoning`), and `thinking` for templates that call it so. A call
-    without text has null content where the template asks for null: some know calls by that.
+    answer's reasoning is its `reasoning_content` (or `reasoning`), and `thinking` for templates that call it so.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise BadInputError("messages must be a list with at least one message")
@@ -51,7 +49,7 @@ def _normalise(message: object, where: str, template_source: str) -> dict[str, o
 
 
 def _fit_answer(message: dict[str, object], template_source: str) -> None:
-    """Reasoning and empty content of an earlier answer as the template looks for them."""
+    """Reasoning of an earlier answer as the template looks for it."""
     if isinstance(message.get("reasoning"), str):
         message.setdefault("reasoning_content", message["reasoning"])
     reasoning = message.get("reasoning_content")
@@ -62,8 +60,6 @@ def _fit_answer(message: dict[str, object], template_source: str) -> None:
     if message.get("thinking") and message["content"] and _ONE_OF_BOTH.search(template_source):
         # gpt-oss shows either before a call, on the same channel, and refuses both.
         message["thinking"], message["content"] = f"{message['thinking']}\n\n{message['content']}", ""
-    if not message["content"] and _ASKS_FOR_NULL.search(template_source):
-        message["content"] = None
 
 
 def _role(role: object, where: str, template_source: str) -> str:

@@ -43,13 +43,14 @@ def with_plain_tools(
     for message in out:
         message.pop("is_result", None)
     if tools and out:
-        told = _TOLD.format(tools="\n".join(json.dumps(_function(tool), ensure_ascii=False) for tool in tools))
+        told = _TOLD.format(tools="\n".join(map(function_json, tools)))
         out[0]["content"] = told + str(out[0]["content"])
     return out
 
 
-def _function(tool: object) -> object:
-    return tool.get("function", tool) if isinstance(tool, Mapping) else tool
+def function_json(tool: object) -> str:
+    """The function of an OpenAI tool as JSON."""
+    return json.dumps(tool.get("function", tool) if isinstance(tool, Mapping) else tool, ensure_ascii=False)
 
 
 def _call_text(call: Mapping[str, object]) -> str:

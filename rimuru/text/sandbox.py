@@ -7,11 +7,12 @@ bounded too: rounds and calls are counted, texts and numbers cannot grow past a 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any
 
@@ -120,6 +121,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.filters[_TICK] = self._tick_filter
         self.filters[_JOIN] = _join_texts
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Lists may grow and shrink by one element a call: templates repaired for other engines than transformers do
+        that (Kimi K2), and every list that a template can reach is the rendering's own."""
+        return (isinstance(obj, list) and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
+
     def load(self, source: str) -> jinja2.Template:
         """Compile a template text. Raises jinja2.TemplateError."""
         return self.from_string(_CountRounds().visit(self.parse(source)))
@@ -225,7 +231,16 @@ def to_json(
     sort_keys: bool = False,
 ) -> str:
     """The filter `tojson` as models saw it in training: plain json.dumps, nothing escaped for HTML, keys in order."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_elements
+    )
+
+
+def _elements(value: object) -> list[object]:
+    """What a filter such as `map` gives, which json does not know."""
+    if isinstance(value, Iterator):
+        return list(itertools.islice(value, MAX_ELEMENTS))
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _raise_exception(message: object) -> None:
@@ -286,7 +301,7 @@ def _text_length(value: object) -> int:
         return 0
     n_characters = 0
     rest: list[object] = [value]
-    while rest and n_characters <= MAX_CHARACTERS:
+    while rest and n_characters + 2 * len(rest) <= MAX_CHARACTERS:  # lists may hold one another, many times over
         item = rest.pop()
         if isinstance(item, (str, bytes)):
             n_characters += len(item)
@@ -296,7 +311,7 @@ def _text_length(value: object) -> int:
         elif isinstance(item, (list, tuple)):
             rest += item
         n_characters += 2
-    return n_characters
+    return n_characters + 2 * len(rest)
 
 
 def _join_texts(parts: tuple[object, ...]) -> str:

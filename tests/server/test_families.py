@@ -164,7 +164,7 @@ def family(
 ) -> Iterator[tuple[Family, Running]]:
     found = FAMILIES[request.param]
     path: Path = tmp_path_factory.mktemp("family") / "family.gguf"
-    template = CHATML + "{{ closed }}{# " + found.marks + " #}"
+    template = CHATML + "{{ closed }}{% if tools %}{# " + found.marks + " #}{% endif %}"
     write_script_model(path, found.words, template, control=found.control, n_layers=1)
     with running(path) as server:
         yield found, server

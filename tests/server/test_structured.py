@@ -12,7 +12,7 @@ import pytest
 from script_model import ALPHABET, CHATML, HELLO, write_script_model
 from server_fixtures import Running, running
 
-TEMPLATE = CHATML + "{# the model knows <think> and <tool_call> #}"
+TEMPLATE = CHATML + "{% if tools %}{# the model knows <think> and <tool_call> #}{% endif %}"
 THOUGHT, CITY = "I need the\u00a0weather.", {"city": "São Paulo", "days": 3}
 WORDS = [
     "<think>", "\nI need ", "the\u00a0weather.", "\n</think>", "\n\n", "Let me look.", "\n<tool_", "call>\n",

@@ -15,6 +15,8 @@ from rimuru.server.grammar import GrammarCompiler, ReasoningState
 from rimuru.server.harmony import HarmonyParser
 from rimuru.server.tool_calls import CallCounter, ToolCallParser
 from rimuru.server.tool_formats import HARMONY, ReasoningFormat, tool_format
+from rimuru.text.arguments import JsonArguments
+from rimuru.text.call_texts import write_calls
 from rimuru.text.chat_template import ChatTemplate
 from rimuru.text.tokenizer import Tokenizer
 
@@ -108,3 +110,28 @@ def test_reasoning_stands_before_a_call(tmp_path: Path, control: bool) -> None:
                 assert allowed is not None and allowed[token_id], (text, tokenizer.token_text(token_id))
                 grammar.advance(token_id)
             assert grammar.error is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "<｜tool▁calls▁begin｜> ```json", "<｜tool▁calls▁begin｜>", "[TOOL_CALLS]", "<|tool_call_start|>", "<TOOLCALL>",
+        "<tool_calls>", "<tool_call>", "<|/tool|>", "<|tool_call|>", "no mark",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("in_vocabulary", [False, True])
+def test_written_calls_are_read_again(source: str, in_vocabulary: bool) -> None:
+    """Calls that the engine writes for a template (text/call_texts.py) have the form that the parser expects."""
+    fitting = {"<|/tool|>": "<|/tool_call|>"}.get(source, source)
+    given, tokens = ("tools", {fitting}) if in_vocabulary else (f"tools {source}", set())
+    calls: list[tuple[str, Any]] = [("weather", {**ARGUMENTS, "none": None}), ("now", {})]
+    text = write_calls([(name, JsonArguments(values)) for name, values in calls], given, tokens.__contains__)
+    parser = ToolCallParser(tool_format(given, tokens.__contains__), TOOLS)
+    parts = [part for character in text for part in parser.push(character)] + parser.finish()
+    assert [p.name for p in parts if isinstance(p, CallStart)] == [name for name, _ in calls], text
+    arguments = ["", ""]
+    for part in parts:
+        if isinstance(part, CallArguments):
+            arguments[part.index] += part.text
+    assert [json.loads(a) for a in arguments] == [values for _, values in calls]
+    assert all(isinstance(p, (CallStart, CallArguments)) for p in parts)

@@ -31,6 +31,10 @@ BOMBS = {
     "shared list as json": "{% set b = 'x' * 1000000 %}{{ ([b] * 100000) | tojson }}",
     "shared list as text": "{% set b = 'x' * 1000000 %}{{ (([b] * 100000) ~ '') | length }}",
     "nested lists": DOUBLING.replace("OP", "[ns.s, ns.s]"),
+    "list in itself": "{% set a = [] %}{% for i in range(4999) %}{% set _ = a.append(a) %}{% endfor %}{{ a }}",
+    "appending": "{% set a = [] %}{% for i in range(99999) %}{% set _ = a.append(i) %}{% endfor %}{{ a }}",
+    "doubling append": "{% set a = ['x'] %}{% for i in range(60) %}{% set b = [a] %}{% set _ = a.append([a, b]) %}"
+    "{% endfor %}{{ a ~ '' }}",
     "same value formatted": "{% set b = 'x' * 1000000 %}{{ ('{0}' * 10000).format(b) }}",
     "replace": "{% set b = 'x' * 1000000 %}{{ b.replace('x', b) }}",
     "replace filter": "{% set b = 'x' * 1000000 %}{{ b | replace('x', b) }}",

@@ -77,9 +77,9 @@ def test_a_call_without_text_is_known_by_null(small_bpe: Tokenizer, content: str
     message: dict[str, Any] = {"role": "assistant", "tool_calls": [call()]}
     if content != "absent":
         message["content"] = content
-    asks = "{# tools #}{% if messages[0]['content'] is none %}call{% else %}text{% endif %}"
+    asks = "{# tool_calls #}{% if messages[0]['content'] is none %}call{% else %}text{% endif %}"
     assert render(small_bpe, asks, [message]) == "call"
-    assert render(small_bpe, "{# tools #}{{ messages[0].content[:3] }}|", [message]) == "|"
+    assert render(small_bpe, "{# tool_calls #}{{ messages[0].content[:3] }}|", [message]) == "|"
     assert render(small_bpe, asks, [{"role": "assistant", "content": None}]) == "text"
     assert render(small_bpe, asks, [{**message, "content": "x"}]) == "text"
 
@@ -108,7 +108,7 @@ def test_reasoning_under_the_name_that_the_template_knows(small_bpe: Tokenizer) 
 def test_one_text_before_a_call_where_a_template_refuses_two(small_bpe: Tokenizer) -> None:
     source = (
         "{% set message = messages[0] %}{% if message.content and message.thinking %}{{ raise_exception('both') }}"
-        "{% endif %}{{ message.thinking }}{# tools #}"
+        "{% endif %}{{ message.thinking }}{# tool_calls #}"
     )
     message = {"role": "assistant", "content": "Look.", "reasoning_content": "hm", "tool_calls": [call()]}
     assert render(small_bpe, source, [message]) == "hm\n\nLook."
