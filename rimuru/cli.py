@@ -21,7 +21,9 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
-    if sys.stdout is None or sys.stderr is None:  # closed by the caller (`>&-`)
+    if sys.stdin is None:  # closed by the caller (`<&-`)
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+    if sys.stdout is None or sys.stderr is None:
         sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     parser = build_parser()
     args = parser.parse_args(argv)
@@ -281,7 +283,10 @@ def _add_profile(commands: argparse._SubParsersAction, parents: list[argparse.Ar
 def _add_simulate(commands: argparse._SubParsersAction, parents: list[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("simulate", parents=parents, help="serve a trace on a machine that is not there")
     parser.add_argument("model", metavar="SHAPE|MODEL", help="a built-in shape such as qwen3-30b-a3b, or a file")
-    parser.add_argument("--trace", required=True, metavar="FILE", help="lengths and arrival times (CSV or JSON lines)")
+    parser.add_argument(
+        "--trace", required=True, metavar="FILE",
+        help="lengths and arrival times, e.g. a CSV with the columns prompt_tokens,output_tokens",
+    )  # fmt: skip
     parser.add_argument("--requests", type=int, metavar="N", help="only the first N of the trace")
     parser.add_argument("--stretch", type=float, default=1.0, metavar="X", help="multiply arrival times")
     parser.add_argument("--rate", type=float, metavar="R", help="Poisson arrivals per second for a trace without times")

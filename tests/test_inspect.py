@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rimuru import LLM
 from rimuru.arch.shapes import shape_gguf, shape_names
+from rimuru.base.units import parse_bytes
+from rimuru.cli import main
 from rimuru.commands.forecast import before_loading_text
 from rimuru.formats.gguf import open_gguf
 from rimuru.inspect import (
@@ -101,3 +104,14 @@ def test_speeds_are_plain_numbers() -> None:
     for rate, shown in ((5_770.3, "5,770"), (123_456.0, "123,000"), (57.7, "57.7"), (0.0123, "0.0123")):
         forecast = {"bytes_per_token": 1 << 20, "memory_bytes_per_s": 1e10, "tokens_per_s": rate}
         assert f"at most {shown} tokens per second" in before_loading_text(forecast)
+
+
+@pytest.mark.parametrize("memory", ["9MB", "10MB", "14MB", "18MB", "26MB", "60MB"])
+def test_what_fits_is_what_runs(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With little memory prompts run in shorter pieces; the plan takes as much scratch as the engine does."""
+    assert main(["inspect", "demo", "--device", "cpu", "--memory", memory, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    with LLM("demo", memory=memory, device="cpu") as llm:
+        report = llm.memory()
+    assert plan["bytes"]["scratch"] == pytest.approx(report["scratch_bytes"], rel=0.3)
+    assert plan["bytes"]["pool"] == pytest.approx(report["pool_bytes"], abs=0.12 * parse_bytes(memory))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import psutil
 
 import rimuru.ops as backends
+from rimuru.arch.common import Gguf
 from rimuru.arch.registry import read_config
 from rimuru.base.errors import BadInputError
 from rimuru.base.units import GIB, parse_bytes
@@ -15,8 +16,15 @@ from rimuru.commands.common import print_json
 from rimuru.commands.forecast import before_loading, before_loading_text, on_card, on_card_text
 from rimuru.commands.planned import planned_model
 from rimuru.engine.build import ELEMENT_BYTES
-from rimuru.engine.resolve import AUTO_RAM_SHARE, CUDA_STEP_TOKENS, available_threads
-from rimuru.inspect import estimate_scratch_bytes, format_report, inspect_model
+from rimuru.engine.resolve import (
+    AUTO_RAM_SHARE,
+    CPU_STEP_TOKENS,
+    CUDA_STEP_TOKENS,
+    MAX_SEQUENCES,
+    available_threads,
+    piece_lengths,
+)
+from rimuru.inspect import dense_weight_bytes, estimate_scratch_bytes, format_report, inspect_model
 from rimuru.simulate.cards import CARDS, RATES, Card, card_named
 
 DEFAULT_CARD = "rtx5090"
@@ -38,15 +46,15 @@ def inspect(args: argparse.Namespace) -> int:
     memory = parse_bytes(args.memory) if args.memory else int((free_bytes or 0) * AUTO_RAM_SHARE)
     element = ("f16" if device == "cuda" else "f32") if args.kv_type == "auto" else args.kv_type
     with planned_model(args.model, args.quant) as gguf:
+        scratch = planned_scratch_bytes(gguf, memory, CUDA_STEP_TOKENS if device == "cuda" else CPU_STEP_TOKENS)
         if device == "cuda":
-            scratch = estimate_scratch_bytes(read_config(gguf), CUDA_STEP_TOKENS)
             report = inspect_model(gguf, ELEMENT_BYTES[element], memory, scratch)
             card, is_measured = planned_card(args.card, rates, is_here=args.card is None and _card_is_here())
             ram = None if args.ram is None else parse_bytes(args.ram)
             forecast = on_card(gguf, card, memory, scratch, ELEMENT_BYTES[element], ram) | {"is_measured": is_measured}
             text = on_card_text(forecast)
         else:
-            report = inspect_model(gguf, ELEMENT_BYTES[element], memory)
+            report = inspect_model(gguf, ELEMENT_BYTES[element], memory, scratch)
             forecast = before_loading(report, args.threads or available_threads())
             text = before_loading_text(forecast)
     if args.json:
@@ -54,6 +62,16 @@ def inspect(args: argparse.Namespace) -> int:
     else:
         print(format_report(report) + "\n" + text)
     return 0
+
+
+def planned_scratch_bytes(gguf: Gguf, memory_bytes: int, step_tokens: int) -> int:
+    """What the engine will take: prompts in shorter pieces where scratch would leave less than twice itself to the
+    pool."""
+    config = read_config(gguf)
+    left_bytes = memory_bytes - dense_weight_bytes(config, gguf.tensors)
+    lengths = piece_lengths(min(step_tokens, config.context_length), MAX_SEQUENCES, False)
+    sizes = [estimate_scratch_bytes(config, max(n_tokens, MAX_SEQUENCES)) for n_tokens in lengths]
+    return next((n_bytes for n_bytes in sizes if 3 * n_bytes <= left_bytes), sizes[-1])
 
 
 def planned_device(asked: str, names_card: bool) -> tuple[str, int | None]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from rimuru.base.errors import BadInputError
 from rimuru.commands.common import note, open_llm, read_text
-from rimuru.experts.hotset import HotsetProfile, profile_path, save_profile
+from rimuru.experts.hotset import HotsetProfile, check_writable, profile_path, save_profile
 from rimuru.experts.replay import save_recording
 from rimuru.llm import LLM
 from rimuru.ops.base import Array
@@ -21,11 +21,12 @@ def profile(args: argparse.Namespace) -> int:
     text = read_text(args.file)
     with open_llm(args) as llm:
         ids = llm.tokenize(text)
+        path = Path(args.output) if args.output else profile_path(llm.loaded.gguf.path)
+        check_writable(path)
         with RoutingRecorder(llm) if args.record else nullcontext() as recorder:
             found = measure(llm, ids)
         layout = llm.loaded.layout.expert
         assert layout is not None
-        path = Path(args.output) if args.output else profile_path(llm.loaded.gguf.path)
         save_profile(found, layout, path)
         if recorder is not None:
             width = max(layer.n_experts for layer in layout.layers)

@@ -53,19 +53,42 @@ def profile_path(model: Path) -> Path:
 
 
 def save_profile(profile: HotsetProfile, layout: ExpertLayout, path: Path) -> None:
-    """Write a profile, visible at once or not at all. Raises BadInputError where it cannot be written."""
+    """Write a profile, visible at once or not at all; into a device or a pipe directly, for a file must not take its
+    place. Raises BadInputError where it cannot be written."""
     layers = [
         {"layer": layer.layer, "counts": profile.counts[slot, : layer.n_experts].tolist()}
         for slot, layer in enumerate(layout.layers)
     ]
     header = {"format": FORMAT, "version": VERSION, "architecture": profile.architecture, "model": profile.model}
     text = json.dumps(header | {"n_tokens": profile.n_tokens, "layers": layers})
-    partial = path.with_name(path.name + ".partial")
+    partial = _partial(path)
     try:
         partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(path)
+        if partial != path:
+            partial.replace(path)
     except OSError as error:
-        raise BadInputError(f"cannot write the profile {path}: {error.strerror or error}") from None
+        raise _cannot_write(path, error) from None
+
+
+def check_writable(path: Path) -> None:
+    """Raises BadInputError where save_profile could not write: before a long text is run in vain."""
+    partial = _partial(path)
+    if partial == path and not path.is_dir():
+        return  # opened and closed, a pipe would be at its end for who reads it
+    try:
+        partial.open("a").close()
+        partial.unlink()
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+
+
+def _partial(path: Path) -> Path:
+    """Where it is written before it is complete."""
+    return path if path.exists() and not path.is_file() else path.with_name(path.name + ".partial")
+
+
+def _cannot_write(path: Path, error: OSError) -> BadInputError:
+    return BadInputError(f"cannot write the profile {path}: {error.strerror or error}; choose another place with -o")
 
 
 def load_profile(path: Path) -> HotsetProfile:

@@ -25,6 +25,11 @@ class TraceRequest:
 
 
 PREFIX_BLOCK_TOKENS = 512
+TRACE_COLUMNS = (
+    "a CSV with the columns prompt_tokens,output_tokens or TIMESTAMP,ContextTokens,GeneratedTokens, or .jsonl with "
+    "timestamp (ms), input_length and output_length in each line"
+)
+"""What a file may hold, for messages and help."""
 
 
 def read_trace(
@@ -42,8 +47,10 @@ def read_trace(
             rows = list(_take(_json_rows(file) if path.suffix == ".jsonl" else _csv_rows(file), n_requests))
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"cannot read the trace {path}: {getattr(error, 'strerror', None) or error}") from None
-    except (ValueError, KeyError, TypeError, csv.Error) as error:
-        raise BadInputError(f"{path} is not a trace in a known format: {error}") from None
+    except KeyError as error:
+        raise BadInputError(f"{path} is no trace, it lacks {error.args[0]}; a trace is {TRACE_COLUMNS}") from None
+    except (ValueError, TypeError, AttributeError, csv.Error) as error:
+        raise BadInputError(f"{path} is no trace: {error}; a trace is {TRACE_COLUMNS}") from None
     if not rows:
         raise BadInputError(f"the trace {path} has no requests")
     if all(row.arrival_s < 0 for row in rows):

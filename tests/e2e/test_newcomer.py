@@ -39,6 +39,16 @@ def test_control_characters_reach_files_but_no_terminal() -> None:
     assert all(not 0 <= ord(c) < 32 or c in "\t\n" for c in visible("".join(map(chr, range(0x180)))))
 
 
+def test_input_that_the_caller_closed_is_an_end_of_input() -> None:
+    """`<&-`, as some supervisors start programs: the chat ends at once, and not by an internal error."""
+    command = "import sys, os; os.close(0); sys.stdin = None; from rimuru.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "run", "demo", "--device", "cpu", "-n", "4"],
+        capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0 and "internal error" not in done.stderr, done.stderr
+
+
 def test_messages_stay_short_and_harmless() -> None:
     assert brief("one\ntwo   three") == "one two three"
     long = brief("file: key " + "\x1bx" * 5000 + " is wrong")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,8 @@ import pytest
 
 from rimuru import LLM
 from rimuru.cli import main
-from rimuru.experts.hotset import load_profile, profile_path
+from rimuru.commands import profile as profile_module
+from rimuru.experts.hotset import check_writable, load_profile, profile_path, save_profile
 from tools.make_random_gguf import write_random_model
 
 TEXT = "The pool is one range of addresses. When many requests run, it lends pages to their states. " * 3
@@ -72,3 +75,35 @@ def test_profile_refuses_what_it_cannot_use(model: Path, tmp_path: Path, capsys:
     ):  # fmt: skip
         assert main(["profile", *words, "--device", "cpu", "-q"]) == 2
         assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_text_is_run(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def runs(*_: object) -> None:
+        raise AssertionError("the text was run in vain")
+
+    monkeypatch.setattr(profile_module, "measure", runs)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    for place in (tmp_path / "nowhere" / "p.json", tmp_path):
+        assert main(["profile", str(model), "-f", str(text), "-o", str(place), "--device", "cpu", "-q"]) == 2
+        assert str(place) in capsys.readouterr().err
+
+
+def test_a_profile_goes_into_a_pipe_and_does_not_take_its_place(model: Path, tmp_path: Path) -> None:
+    """As `-o /dev/stdout`: a renamed file would stand where the device was."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with LLM(model, device="cpu") as llm:
+            found = profile_module.measure(llm, llm.tokenize(TEXT))
+            layout = llm.loaded.layout.expert
+            assert layout is not None
+            check_writable(pipe)
+            save_profile(found, layout, pipe)
+        assert json.loads(os.read(reader, 1 << 16))["n_tokens"] == found.n_tokens
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)

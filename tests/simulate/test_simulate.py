@@ -164,7 +164,6 @@ def test_traces_of_all_kinds(tmp_path: Path) -> None:
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:04.4799600,20,0\n2023-11-16 18:17:03.9799600,10,3\n"
     )
     blocks.write_text('{"timestamp": 2000, "input_length": 600, "output_length": 5, "hash_ids": [3, 4]}\n')
-    bad.write_text("name,value\nx,1\n")
     assert read_trace(plain, 2) == [TraceRequest(0.0, 5, 6), TraceRequest(0.0, 7, 8)]
     arrivals = [r.arrival_s for r in read_trace(plain, rate=2.0, seed=1)]
     assert arrivals[0] == 0.0 and arrivals == sorted(arrivals) and arrivals[-1] > 0
@@ -172,8 +171,11 @@ def test_traces_of_all_kinds(tmp_path: Path) -> None:
     assert [(r.n_prompt, r.n_output) for r in stretched] == [(10, 3), (20, 1)]
     assert stretched[1].arrival_s == pytest.approx(5.0)
     assert read_trace(blocks) == [TraceRequest(0.0, 600, 5, (3, 4))]
-    for path in (bad, tmp_path / "missing.csv"):
-        with pytest.raises(BadInputError):
+    with pytest.raises(BadInputError, match="cannot read"):
+        read_trace(tmp_path / "missing.csv")
+    for path, text in ((bad, "name,value\nx,1\n"), (bad, "prompt_tokens\n5\n"), (blocks, "{}\n"), (blocks, "[]")):
+        path.write_text(text)
+        with pytest.raises(BadInputError, match="a CSV with the columns prompt_tokens,output_tokens"):
             read_trace(path)
 
 
