@@ -57,6 +57,8 @@ class ElasticStore(Protocol):
     def rates(self) -> StepRates: ...
     def shrink(self, n_experts: int) -> list[tuple[int, int]]: ...
     def expand(self, n_experts: int) -> list[tuple[int, int]]: ...
+    @property
+    def expands_freely(self) -> bool: ...
     def finish_reads(self) -> None: ...
     def flip(self, sources: np.ndarray, targets: np.ndarray) -> None: ...
 
@@ -78,7 +80,9 @@ class CompactingRoom:
         return True
 
     def adjust(self, n_running: int, n_waiting: int, promised_tokens: Callable[[], int], reuse_rate: float) -> None:
-        """See engine.scheduler.Room. A fixed number of experts stays as it is."""
+        """See engine.scheduler.Room. A fixed number of experts stays as it is; which ones, depends on who runs."""
+        if self.store is not None:
+            self.store.residency.n_requests = self.store.rates.n_requests = n_running
 
     def before_moves(self) -> None:
         """Pages are about to move: nothing may be writing to them."""
@@ -256,13 +260,15 @@ class ExpertRoom(CompactingRoom):
         if rates.n_steps == 0 or n_running == 0:
             self.target = n_absent
             return
+        n_measured = max(1.0, rates.measured_requests)  # when requests come, rates are of those before
         used = self._used_pages()
         without = self.free_pages + used - n_absent * self.pages_per_expert
         per_request = (used + n_promised_tokens * self._pages_per_token) / n_running
+        measured_used = used * n_measured / n_running
         order = residency.coldest_first()
         expert_s = self.expert_bytes / rates.link_bytes_per_s
         absent = order[~residency.resident.reshape(-1)[order]]
-        expected_s = float(residency.use_probability(absent, n_running).sum()) * expert_s
+        expected_s = float(residency.use_probability(absent, n_measured).sum()) * expert_s
         if n_absent and expected_s > 0.0:  # the coldest are never as cold as they were measured
             lowest, most = SURPRISES
             self._surprise += 0.25 * (min(most, max(lowest, rates.link_s / expected_s)) - self._surprise)
@@ -273,8 +279,8 @@ class ExpertRoom(CompactingRoom):
             float(without),
             max(per_request, 1e-3),
             float(n_running + n_waiting),
-            float(n_running),
-            used / (used + residency.n_resident * self.pages_per_expert),
+            n_measured,
+            measured_used / (measured_used + residency.n_resident * self.pages_per_expert),
             rates.compute_s,
             rates.exposed_share,
             self._surprise,
@@ -357,6 +363,7 @@ class ExpertRoom(CompactingRoom):
     # ---- once per step
     def adjust(self, n_running: int, n_waiting: int, promised_tokens: Callable[[], int], reuse_rate: float) -> None:
         """See engine.scheduler.Room. Nobody lacks pages: keep a small reserve, give the rest to experts."""
+        super().adjust(n_running, n_waiting, promised_tokens, reuse_rate)
         assert self.store is not None
         is_short, self._is_short = self._is_short, False
         self._reuse_rate = reuse_rate
@@ -379,7 +386,8 @@ class ExpertRoom(CompactingRoom):
         else:  # no reserve: whoever needs pages gets them when that pays, and admission would live on a reserve
             rates = self.store.rates
             idle_s = max(0.0, rates.compute_s - rates.link_s)
-            n_expand = cost_expand(free, k, idle_s, self.expert_bytes / rates.link_bytes_per_s)
+            expert_s = 0.0 if self.store.expands_freely else self.expert_bytes / rates.link_bytes_per_s
+            n_expand = cost_expand(free, k, idle_s, expert_s)
         if n_expand:
             self._record("expand", _free_text(free), self.store.expand(n_expand))
 

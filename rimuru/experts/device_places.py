@@ -39,10 +39,10 @@ log = logging.getLogger(__name__)
 
 BUFFER_SHARE = 32
 """Loading buffers take this part of the pool at most: they serve layers in which more is missed than finds a place."""
-SCORE_TOKENS = 40.0
+SCORE_TOKENS = 20.0
 """`auto`: a choice falls to 1/e in the score in so many tokens, times the root of the tokens that run together."""
 
-ALL_COME_TOKENS = 12.0
+ALL_COME_TOKENS = 6.0
 """`auto`: up to so many tokens in a step, everybody who is missed comes; beyond, only who is warmer than who leaves."""
 PLACE_BYTES = 8 + 6 * 4
 """Device bytes of an expert's state, besides its table entries."""
@@ -80,7 +80,7 @@ def rule_of(residency: Residency) -> tuple[bool, bool, float]:
     """By recency, all come, decay in tokens (ops/places.py). `auto`: a score that forgets the sooner, the fewer tokens
     run together, is as good as recency where a stream stays with its experts, and as a hot set where some are always
     likelier."""
-    policy, n_tokens = residency.policy, residency.step_tokens
+    policy, n_tokens = residency.policy, residency.n_together
     if policy == "recency":
         return True, True, DECAY_TOKENS
     if policy == "hotset":

@@ -91,6 +91,7 @@ class DeviceExpertStore(ResidentSet):
         self._coming: dict[tuple[int, int], tuple[np.ndarray, object]] = {}
         self.by_device = fill_on_read and self._keeps_all_at_home(ram_bytes)
         """Who decides which experts are resident."""
+        self.expands_freely = self.by_device
         self.rates.way = "fill" if self.by_device else "in place"
         self.places = DevicePlaces(layout, view, pool, ops, copier, self._take_buffers(n_buffers))
         self._holders = np.full(layout.n_experts, -1, np.int32)
@@ -378,19 +379,19 @@ class DeviceExpertStore(ResidentSet):
         if n_steps:
             n_tokens = int(totals[:, TOKENS].max()) // n_steps
             self._step_tokens = min(max(1, n_tokens), MOST_COUNTED_TOKENS)
-            self._observe(n_tokens, int((missed * useful).sum()) // n_steps)
+            self._observe(n_tokens, int((missed * useful).sum()) // n_steps, n_steps)
         counts = np.zeros(self.residency.scores.shape, np.int64)
         counts.reshape(-1)[self._cells] = heard.new_counts
         self.residency.note_all(counts)
         if self.by_device:
             self._take_over(np.where(heard.is_known, heard.holders, -1))
 
-    def _observe(self, n_tokens: int, link_bytes: int) -> None:
+    def _observe(self, n_tokens: int, link_bytes: int, n_steps: int) -> None:
         """What the steps since the last report took, on average: they wait for all that comes over the link."""
         step_s = self._clock.mean_s()
         if step_s > 0.0:
             link_s = link_bytes / self.rates.link_bytes_per_s
-            self.rates.observe(max(1, n_tokens), step_s, min(link_s, step_s), link_bytes, link_s)
+            self.rates.observe(max(1, n_tokens), step_s, min(link_s, step_s), link_bytes, link_s, n_steps)
 
     def _take_over(self, holders: np.ndarray) -> None:
         """The device's holders are the residents; places without one keep one in name whom no other place has."""

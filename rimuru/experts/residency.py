@@ -56,6 +56,8 @@ class Residency:
         self.step = 0
         self.step_tokens = 1.0
         """Smoothed number of tokens in a step."""
+        self.n_requests = 0
+        """That run now, prompts among them; 0 where nobody says it."""
         self._weight = 1.0
         self._seen_tokens = 0.0
 
@@ -95,13 +97,19 @@ class Residency:
         """Measured probability that a token chooses each expert, float64 [n_slots, width]."""
         return self.scores / (self._weight * max(self._seen_tokens, 1.0))
 
-    def use_probability(self, indices: np.ndarray, n_tokens: int) -> np.ndarray:
+    def use_probability(self, indices: np.ndarray, n_tokens: float) -> np.ndarray:
         """Probability that a step of n_tokens unrelated tokens uses each of these experts (flat indices)."""
         chosen = self.scores.reshape(-1)[indices] / (self._weight * max(self._seen_tokens, 1.0))
         # 1 - (1 - p) ** n, in half the time of a power
         return -np.expm1(n_tokens * np.log1p(-np.minimum(chosen, 1.0 - 1e-12)))
 
     # ---- who is warm
+    @property
+    def n_together(self) -> float:
+        """Tokens of a step of answers: known at once where requests are counted. Tokens of steps, pieces of prompts
+        among them, take a hundred steps to say so."""
+        return float(self.n_requests) or self.step_tokens
+
     @property
     def by_recency(self) -> bool:
         """The order that holds now."""

@@ -51,6 +51,8 @@ class ResidentSet:
         self.layout, self.pool, self.view = layout, pool, view
         self.quotas, self.may_grow, self.fill_on_read = quotas, may_grow, fill_on_read
         self.residency = Residency(layout, residency)
+        self.expands_freely = False
+        """Whether `expand` moves nothing: its pages are for experts that steps read anyway."""
         self._n_loading_pages = 0
 
     # ---- pages for experts that a step reads

@@ -27,6 +27,8 @@ GROUPS = 128
 CHOICE_GROWTH, MOST_CHOICES = 1.08, 96
 """Numbers of requests that are weighed against each other: each the next whole one that is larger by this factor; so
 many of them go beyond 2,000 requests."""
+MOST_FREE_EXPANSIONS = 16
+"""Experts that get pages in a step where that moves nothing: what the host does for each takes tens of microseconds."""
 KEEP_SHARE = 0.97
 """What the others gain by letting a request go is worth so much: it has to be run again."""
 MOST_DECODE_TOKENS = 128
@@ -67,7 +69,7 @@ def offload_target(
     pages_without: float,  # for requests while all experts are resident; negative where they do not even fit
     pages_per_request: float,
     n_wanted: float,  # requests that there are to run
-    n_running: float,
+    n_running: float,  # in the steps that the figures below are of
     growing_share: float,  # of compute_s: grows with the number of requests
     compute_s: float,  # of a step of n_running requests
     exposed_share: float,
@@ -132,12 +134,13 @@ def shrink_pays(
 @numba.njit(cache=True, nogil=True, fastmath=False)
 def cost_expand(free_pages: int, pages_per_expert: float, idle_link_s: float, expert_link_s: float) -> int:
     """Experts to expand into pages that nobody wants: as `paper`, but no more at a time than the link carries beside
-    the step (one at least, because an expert that is absent is read again and again)."""
+    the step (one at least, because an expert that is absent is read again and again). expert_link_s = 0: expanding
+    moves nothing."""
     k = pages_per_expert
     n = math.floor((free_pages - 3.0 * k) / k)
     if n <= 0:
         return 0
-    n_idle = int(idle_link_s / expert_link_s) if expert_link_s > 0.0 else n
+    n_idle = int(idle_link_s / expert_link_s) if expert_link_s > 0.0 else MOST_FREE_EXPANSIONS
     return min(n, max(1, n_idle))
 
 
@@ -202,6 +205,10 @@ class StepRates:
     link_bytes_per_s: float = 20e9
     exposed_share: float = 0.2
     """Of the time that the link is busy, how much makes the step longer."""
+    n_requests: int = 0
+    """That run now."""
+    measured_requests: float = 0.0
+    """That ran in the steps that these figures are of, smoothed alike."""
     n_steps: int = 0
     way: str = "resident"
     """How absent experts are used now: see StepForecast."""
@@ -211,8 +218,11 @@ class StepRates:
     def link_s(self) -> float:
         return self.link_bytes / self.link_bytes_per_s
 
-    def observe(self, n_tokens: int, step_s: float, waited_s: float, link_bytes: int, link_busy_s: float) -> None:
+    def observe(
+        self, n_tokens: int, step_s: float, waited_s: float, link_bytes: int, link_busy_s: float, n_steps: int = 1
+    ) -> None:
         """A step of n_tokens took step_s, of which it waited_s for transfers; they kept the link busy for link_busy_s.
+        These may be means of n_steps.
 
         Steps with long pieces of prompts say nothing about the steps that answers are made of, and are left out.
         """
@@ -222,8 +232,9 @@ class StepRates:
             expected_s = step_seconds(self.compute_s, self.link_s, self.exposed_share)
             way = self.way if link_bytes else "resident"
             self.forecasts.add(StepForecast(way, n_tokens, expected_s, step_s, round(self.link_bytes), int(link_bytes)))
-        a = _SMOOTHING if self.n_steps else 1.0
+        a = 1.0 - (1.0 - _SMOOTHING) ** n_steps if self.n_steps else 1.0
         self.n_steps += 1
+        self.measured_requests += a * (self.n_requests - self.measured_requests)
         self.compute_s += a * (max(step_s - waited_s, 0.0) - self.compute_s)
         self.link_bytes += a * (link_bytes - self.link_bytes)
         if link_busy_s > 0.0 and link_bytes:

@@ -13,9 +13,11 @@ from device_twin import device_store
 from rimuru import LLM, SamplingParams
 from rimuru.config import EngineConfig
 from rimuru.engine import build
+from rimuru.engine.room import ExpertRoom
 from rimuru.engine.stores import may_read_in_place
-from rimuru.experts.device_places import home_bytes
+from rimuru.experts.device_places import ALL_COME_TOKENS, SCORE_TOKENS, home_bytes, rule_of
 from rimuru.experts.device_store import ASIDE_TOKENS, DeviceExpertStore
+from rimuru.memory.adjuster import MOST_FREE_EXPANSIONS
 from rimuru.ops.places import FORETOLD, N_TOTALS
 from tools.make_random_gguf import write_random_model
 
@@ -100,6 +102,47 @@ def test_answers_are_the_same_whoever_decides(
         assert not store.by_device or max(turns["at once"]) < ASIDE_TOKENS
         if name.startswith("none"):
             assert counters.n_hits == 0
+
+
+def test_pages_of_who_has_ended_are_experts_at_once(model: Path, tiny: int, ram_bytes: list[int]) -> None:
+    """Many run, all but one end: in the next step all their pages but the reserve are places."""
+    with open_tiny(model, tiny, prefix_cache=False) as llm:
+        engine, store, room = llm.loaded.engine, store_of(llm), llm.loaded.room
+        assert isinstance(room, ExpertRoom) and store.by_device and store.expands_freely
+        long = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+        sequences = [engine.add(prompt, long) for prompt in PROMPTS]
+        while not all(sequence.n_output > 4 for sequence in sequences):
+            engine.step()
+        n_before = store.residency.n_resident
+        for sequence in sequences[1:]:
+            engine.abort(sequence)
+        engine.step()
+        n_first = store.residency.n_resident - n_before
+        assert n_first > 2
+        assert n_first == MOST_FREE_EXPANSIONS or room.free_pages < 4 * room.pages_per_expert
+        engine.abort(sequences[0])
+        while engine.has_work:
+            engine.step()
+        engine.audit()
+
+
+def test_auto_knows_at_once_how_many_run(model: Path, tiny: int, ram_bytes: list[int]) -> None:
+    """Scores forget the sooner, the fewer run: a prompt, or who ran before, does not count for a hundred steps."""
+    with open_tiny(model, tiny, prefix_cache=False) as llm:
+        engine, residency = llm.loaded.engine, store_of(llm).residency
+        params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+        sequences = [engine.add(prompt, params) for prompt in PROMPTS]
+        while not all(sequence.n_output > 1 for sequence in sequences):
+            engine.step()
+        by_recency, all_come, decay_tokens = rule_of(residency)
+        assert (by_recency, all_come) == (False, False) and len(sequences) > ALL_COME_TOKENS
+        for sequence in sequences[1:]:
+            engine.abort(sequence)
+        engine.step()
+        assert rule_of(residency) == (False, True, SCORE_TOKENS) and decay_tokens > SCORE_TOKENS
+        engine.abort(sequences[0])
+        while engine.has_work:
+            engine.step()
 
 
 @pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe"])

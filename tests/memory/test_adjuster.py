@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rimuru.memory.adjuster import (
     MOST_DECODE_TOKENS,
+    MOST_FREE_EXPANSIONS,
     DecisionLog,
     ForecastLog,
     Record,
@@ -116,6 +117,12 @@ def test_cost_expands_no_faster_than_the_link_carries() -> None:
     assert cost_expand(90, 3.0, 1.0, 0.001) == 27
 
 
+def test_where_expanding_moves_nothing_pages_wait_for_nobody() -> None:
+    assert cost_expand(9, 3.0, 0.0, 0.0) == 0
+    assert cost_expand(24, 3.0, 0.0, 0.0) == 5
+    assert cost_expand(3000, 3.0, 0.0, 0.0) == MOST_FREE_EXPANSIONS
+
+
 def test_rates_follow_decode_steps_only() -> None:
     rates = StepRates()
     rates.observe(500, 9.0, 0.0, 0, 0.0)
@@ -126,6 +133,20 @@ def test_rates_follow_decode_steps_only() -> None:
     assert rates.link_bytes_per_s == pytest.approx(1e10, rel=1e-2)
     assert rates.link_s == pytest.approx(0.005, rel=2e-2)
     assert rates.exposed_share == pytest.approx(0.4, rel=1e-2)
+
+
+def test_means_of_steps_count_as_so_many() -> None:
+    """And the requests that ran in them are known: rates of 96 requests say nothing about those of the one before."""
+    one_by_one, at_once = StepRates(), StepRates()
+    for rates, calls, n_steps in ((one_by_one, 8, 1), (at_once, 1, 8)):
+        rates.n_requests = 1
+        rates.observe(1, 0.002, 0.0, 0, 0.0)
+        rates.n_requests = 96
+        for _ in range(calls):
+            rates.observe(96, 0.100, 0.080, 4_000_000_000, 0.080, n_steps)
+    for name in ("compute_s", "link_bytes", "link_bytes_per_s", "measured_requests"):
+        assert getattr(at_once, name) == pytest.approx(getattr(one_by_one, name)), name
+    assert at_once.measured_requests == pytest.approx(1 + 95 * (1 - 0.8**8))
 
 
 def test_decisions_are_kept_in_a_ring_and_counted() -> None:
