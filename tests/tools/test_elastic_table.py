@@ -57,6 +57,7 @@ def test_the_table(model: Path, budgets: tuple[int, int], tmp_path: Path, capsys
         cell["bytes_over_link_per_token"] > 0 for key, row in rows.items() if key[0] == half for cell in row["cells"]
     )
     assert len(values["loads"]) == 5  # elastic and fixed twice, static once
+    assert values["model"] == model.name and values["card"] == "CPU" and values["date"].endswith("UTC")
     printed = capsys.readouterr().out
     assert printed.count("| cost, ") == 6 - len(left_out) and "refuses to start" in printed
     assert "Routing: synthetic qwen3-30b" in printed and f"{half}, cost: `auto` reaches" in printed
@@ -96,6 +97,56 @@ def test_rows_of_several_files_make_one_table_for_each_routing(
     assert "14GB, cost: `auto` reaches, of the better one of hot set and recency, 1 streams 80% of recency." in lines
     assert "| 14GB | cost, auto | 44 | 9,876 | **300** 3.3 80 all 2.5 |" in lines[tables[1] :]
     assert lines.count("Left out: a: b.") == 1
+
+
+def run_of(routing: str, rate: float, **about: object) -> dict[str, object]:
+    """What a run of one row wrote."""
+    cell = {
+        "streams": 8, "started": 8, "tokens_per_s": rate, "per_token_ms": 9.0, "first_token_ms": {"mean": 80.0},
+        "hit_rate": 0.5, "bytes_over_link_per_token": 2.5e6,
+    }  # fmt: skip
+    row = {"memory": "8GB", "policy": "cost", "residency": "auto", "off": "", "routing": routing, "cells": [cell]}
+    told = {"model": "m.gguf", "card": "A card", "date": "2026-11-30 07:00 UTC", "commit": "abc"}
+    return {**told, "settings": {"seed": 0}, "loads": [], "rows": [row], "left_out": [], **about}
+
+
+def test_runs_become_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last run counts where two measured the same; one that came less far takes nothing away."""
+    failed = run_of("model", 0.0, commit="def")
+    failed["rows"] = [{**failed["rows"][0], "cells": [], "error": "out of time"}]  # type: ignore[index]
+    runs = [
+        run_of("model", 100.0), run_of("synthetic", 300.0, date="2026-11-30 08:00 UTC"), run_of("model", 200.0), failed,
+    ]  # fmt: skip
+    paths = [tmp_path / f"{number}.json" for number in range(len(runs))]
+    for path, run in zip(paths, runs, strict=True):
+        path.write_text(json.dumps(run))
+    output, again = tmp_path / "all.json", tmp_path / "again.json"
+    assert elastic.main(["--merge", str(output), *map(str, paths)]) == 0
+    printed = capsys.readouterr().out
+    assert "**200**" in printed and "**300**" in printed and "**100**" not in printed and "out of time" not in printed
+    assert [line for line in printed.splitlines() if line.startswith("Routing: ")] == [
+        "Routing: model. Of each number of streams: **tokens per second of all**, milliseconds per token,",
+        "Routing: synthetic. Of each number of streams: **tokens per second of all**, milliseconds per token,",
+    ]
+    values = json.loads(output.read_text())
+    assert (values["model"], values["card"], values["commit"]) == ("m.gguf", "A card", "abc, def")
+    assert values["date"] == "2026-11-30 08:00 UTC" and len(values["runs"]) == 4 and len(values["rows"]) == 2
+    assert elastic.main(["--merge", str(again), str(output)]) == 0  # a merged file is as good as a run
+    assert json.loads(again.read_text()) == values
+
+
+def test_what_makes_no_table_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, output = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "all.json"
+    first.write_text(json.dumps(run_of("model", 1.0)))
+    for name in ("model", "card"):
+        second.write_text(json.dumps(run_of("model", 1.0, **{name: "another"})))
+        assert elastic.main(["--merge", str(output), str(first), str(second)]) == 2
+        assert f"several {name}s" in capsys.readouterr().err and not output.exists()
+    second.write_text('{"card": "x"}')
+    assert elastic.main(["--table", str(second)]) == 2
+    assert "no rows" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        elastic.parse(["--merge", str(output)])
 
 
 def test_one_change_at_a_time(model: Path, budgets: tuple[int, int], tmp_path: Path) -> None:

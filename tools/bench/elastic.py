@@ -5,6 +5,7 @@
     python tools/bench/elastic.py MODEL --memory 14GB --ablate --output ablation.json
     python tools/bench/elastic.py MODEL --memory 14GB --routing synthetic ...
     python tools/bench/elastic.py --table elastic.json ablation.json
+    python tools/bench/elastic.py --merge all.json elastic.json synthetic.json
 
 For each budget the model is loaded once for policies `paper` and `cost`, which are changed while it is loaded (as the
 residency is), and once for each of `static` (all experts resident; it refuses to start where they do not fit) and
@@ -26,8 +27,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
 import statistics
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -44,7 +47,7 @@ from rimuru.engine.room import ExpertRoom
 from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.replay import RoutingReplay
 from rimuru.request import Sequence
-from tools.bench.elastic_table import markdown, row_line, table_of_files
+from tools.bench.elastic_table import markdown, merged, row_line, table_of_files
 
 ELASTIC = ("paper", "cost")
 SWITCHES = ("fill_on_read", "prefetch", "in_place")
@@ -229,13 +232,45 @@ def changes_nothing(llm: LLM, off: str, plain: type | None) -> bool:
     return off == "in_place" and type(llm.loaded.store) is plain
 
 
+def checked_out() -> str:
+    """The commit of this checkout; "" where it is none."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    folder = Path(__file__).resolve().parent
+    try:
+        return subprocess.run(git, cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
+def card_of(llm: LLM) -> str:
+    """What the model runs on."""
+    if llm.loaded.resolved.device != "cuda":
+        return "CPU"
+    import cupy
+
+    return str(cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode())
+
+
 class Table:
     """Rows as they are measured, written after each."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.path = args.output
-        kept = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-        self.values: dict[str, Any] = {"settings": kept, "loads": [], "rows": [], "left_out": []}
+        kept = {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(args).items()
+            if key not in ("table", "merge")
+        }
+        self.values: dict[str, Any] = {
+            "model": Path(args.model).name,
+            "card": "",
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "commit": args.commit or checked_out(),
+            "settings": kept,
+            "loads": [],
+            "rows": [],
+            "left_out": [],
+        }
 
     def add(self, row: dict[str, Any]) -> None:
         self.values["rows"].append(row)
@@ -309,7 +344,7 @@ def run(args: argparse.Namespace) -> Table:
                         raise
                     table.add({**dataclasses.asdict(setting), "cells": [], "error": str(error)})
                     continue
-                replay = llm.loaded.engine.replay
+                replay, table.values["card"] = llm.loaded.engine.replay, card_of(llm)
                 table.values["loads"].append({"for": list(loaded_for), "seconds": llm.loaded.load_s})
             if not setting.off:
                 plain[setting.memory] = type(llm.loaded.store)
@@ -341,6 +376,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only print the Markdown of such JSON")
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="only write the first file, from those after it: of one model",
+    )
     parser.add_argument("--memory", type=names, default=["14GB", "24GB", "8GB"], metavar="SIZE,SIZE")
     parser.add_argument("--streams", type=numbers, default=[96, 32, 8, 1], metavar="N,N")
     parser.add_argument("--policies", type=names, default=["cost", "paper", "fixed", "static"], metavar="NAME,NAME")
@@ -360,17 +402,27 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
+    parser.add_argument("--commit", default="", metavar="ID", help="of what is measured, where this is no git checkout")
     args = parser.parse_args(arguments)
-    if (args.model is None) == (args.table is None):
-        parser.error("give a model to measure, or --table and files")
+    if sum(what is not None for what in (args.model, args.table, args.merge)) != 1:
+        parser.error("give a model to measure, or --table or --merge and files")
+    if args.merge and len(args.merge) < 2:
+        parser.error("--merge takes the file to write and those to read")
     return args
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    if args.table:
-        print(table_of_files(args.table))
-        return 0
+    try:
+        if args.merge:
+            text = json.dumps(merged(args.merge[1:]), indent=1) + "\n"
+            args.merge[0].write_text(text, encoding="utf-8")
+        if args.table or args.merge:
+            print(table_of_files(args.table or args.merge[:1]))
+            return 0
+    except BadInputError as error:
+        print(f"elastic.py: {error}", file=sys.stderr)
+        return 2
     table = run(args)
     print("\n".join(markdown([table.values])))
     return 0 if any(row["cells"] for row in table.values["rows"]) else 1

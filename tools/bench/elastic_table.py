@@ -1,4 +1,4 @@
-"""The results of tools/bench/elastic.py as Markdown: one table for each routing, whatever files the rows come from."""
+"""The results of tools/bench/elastic.py: several runs as one file, and as Markdown, one table for each routing."""
 
 from __future__ import annotations
 
@@ -7,15 +7,59 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rimuru.base.errors import BadInputError
 from rimuru.base.units import parse_bytes
 
 Row = dict[str, Any]
 RESIDENCIES = ("hotset", "recency")
+ABOUT = ("model", "card", "commit")
+"""What is said once in a merged file. Runs of different models or cards make no table together."""
 
 
 def table_of_files(paths: Iterable[Path]) -> str:
     """Markdown of all that these files hold, the rows of the last file where several have the same."""
-    return "\n".join(markdown([json.loads(path.read_text(encoding="utf-8")) for path in paths]))
+    return "\n".join(markdown([read(path) for path in paths]))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What elastic.py wrote, of one run or merged. Raises BadInputError for any other file."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path}: {error}; name a file that elastic.py wrote") from None
+    if not isinstance(result, dict) or "rows" not in result:
+        raise BadInputError(f"{path} is not what elastic.py writes: it has no rows; name a file of --output or --merge")
+    return result
+
+
+def merged(paths: list[Path]) -> dict[str, Any]:
+    """Runs of one model on one card as one result: rows of the last run where several measured the same, unless it came
+    less far. Raises BadInputError where models or cards differ."""
+    results = [read(path) for path in paths]
+    about: dict[str, Any] = {}
+    for name in ABOUT:
+        told = dict.fromkeys(str(result[name]) for result in results if result.get(name))
+        if len(told) > 1 and name != "commit":
+            raise BadInputError(f"these files are of several {name}s: {', '.join(told)}; merge those of one")
+        about[name] = ", ".join(told) or "unknown"
+    rows: dict[tuple[str, ...], Row] = {}
+    for result in results:
+        for row in result["rows"]:
+            key = (row.get("routing", ""), *_key(row))
+            if len(row["cells"]) >= len(rows.get(key, {}).get("cells", ())):
+                rows[key] = row
+    return {
+        **about,
+        "date": max(str(result.get("date", "")) for result in results),
+        "runs": [run for result in results for run in runs_of(result)],
+        "rows": list(rows.values()),
+        "left_out": list(dict.fromkeys(note for result in results for note in result.get("left_out", []))),
+    }
+
+
+def runs_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """How each of its runs was called, and what it took to load."""
+    return result.get("runs") or [{name: result.get(name) for name in ("date", "commit", "settings", "loads")}]
 
 
 def markdown(results: list[dict[str, Any]]) -> Iterator[str]:
