@@ -21,6 +21,7 @@ import json
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -96,6 +97,8 @@ def answer(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[Sequenc
 
 def without_graphs(llm: LLM) -> Any:
     """Decode steps are launched one kernel after another, so that the routing tap sees them."""
+    if not hasattr(llm.loaded.ops, "graphs"):  # a host backend never does anything else
+        return nullcontext()
     from rimuru.ops.cuda.graphs import block_bucket, bucket_of, pad_decode
 
     ops: Any = llm.loaded.ops
@@ -154,7 +157,7 @@ def show(row: dict[str, Any]) -> None:
     print(f"{row['share']:>8.2f}{row['way']:>10}{row['load_s']:>8.1f}{figures}{more}{other}", flush=True)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", type=Path)
     parser.add_argument("--shares", default="1.0,0.75,0.5,0.25", help="shares of the experts in the pool")
@@ -162,9 +165,10 @@ def main() -> int:
     parser.add_argument("--new", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--requests", type=int, default=2)
     parser.add_argument("--link-gbps", type=float, default=51.0, help="GB/s at which kernels read host memory")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--ram", default="40GB", help="host memory that experts may take")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     shares = [float(share) for share in options.shares.split(",")]
     ways = options.ways.split(",")
     if shares[0] != 1.0 or not ways or set(ways) - set(WAYS):
@@ -183,7 +187,7 @@ def main() -> int:
                 continue
             stages = Stages()
             with LLM(
-                options.model, device="cuda", resident_experts=share, max_sequences=1, context=1024,
+                options.model, device=options.device, resident_experts=share, max_sequences=1, context=1024,
                 prefix_cache=False, fill_on_read=fills, ram=options.ram, progress=stages,
             ) as llm:  # fmt: skip
                 for way in sorted(group, key=WAYS.index):
