@@ -12,12 +12,13 @@ from jinja2 import nodes
 from rimuru.base.errors import BadInputError
 from rimuru.text.guard import Guard, RenderedChat
 from rimuru.text.messages import normalise_messages
-from rimuru.text.plain_tools import knows_tools, with_plain_tools
+from rimuru.text.plain_tools import knows_tools, whole_tools, with_plain_tools
 from rimuru.text.sandbox import TemplateEnvironment, TemplateRefusal
 from rimuru.text.template_habits import (
     Habits,
     find_habits,
     fit_history,
+    fit_roles,
     with_told_tools,
     with_tools_in_message,
     with_written_calls,
@@ -109,14 +110,24 @@ class ChatTemplate:
         clash = sorted(_RESERVED & variables.keys())
         if clash:
             raise BadInputError(f"chat template variable {clash[0]!r} is reserved")
+        variables = variables | {"add_generation_prompt": add_generation_prompt}
+
+        def render(given: Sequence[object] | None) -> RenderedChat:
+            try:
+                source = self._sources[name]
+                guard, values = self._guarded(messages, given, documents, variables, source, read_texts, habits)
+            except RecursionError:
+                raise BadInputError("the conversation has values that are nested too deeply") from None
+            text = self._run(template, values)
+            return RenderedChat(text, {s: c for s, c in guard.stand_ins.items() if s in text})
+
         try:
-            guard, values = self._guarded(
-                messages, tools, documents, variables, self._sources[name], read_texts, habits
-            )
-        except RecursionError:
-            raise BadInputError("the conversation has values that are nested too deeply") from None
-        text = self._run(template, values | {"add_generation_prompt": add_generation_prompt})
-        return RenderedChat(text, {s: c for s, c in guard.stand_ins.items() if s in text})
+            return render(tools)
+        except BadInputError:
+            whole = whole_tools(tools or ())
+            if not tools or whole == list(tools):
+                raise
+            return render(whole)  # a template may need what a client may leave out
 
     def _guarded(
         self,
@@ -129,7 +140,7 @@ class ChatTemplate:
         habits: Habits,
     ) -> tuple[Guard, dict[str, object]]:
         """What goes into a template, with no control token spelled out. read_texts: token texts that it looks for."""
-        normal = fit_history(normalise_messages(messages, source), habits)
+        normal = fit_history(fit_roles(normalise_messages(messages, source), habits), habits)
         if not knows_tools(source):
             normal = with_plain_tools(normal, tools)
         elif habits.tools == "message":

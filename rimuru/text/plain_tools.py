@@ -48,6 +48,21 @@ def with_plain_tools(
     return out
 
 
+def whole_tools(tools: Sequence[object]) -> list[object]:
+    """OpenAI tools with the fields that a client may leave out."""
+    out: list[object] = []
+    for tool in tools:
+        if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping):
+            function = tool["function"]
+            given = {key: value for key, value in function.items() if value is not None}
+            parameters = {"type": "object", "properties": {}, **(given.pop("parameters", None) or {})}
+            function = {"name": given.pop("name", ""), "description": given.pop("description", ""),
+                        "parameters": parameters, **given}  # fmt: skip
+            tool = {"type": "function", **tool, "function": function}
+        out.append(tool)
+    return out
+
+
 def function_json(tool: object) -> str:
     """The function of an OpenAI tool as JSON."""
     return json.dumps(tool.get("function", tool) if isinstance(tool, Mapping) else tool, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""What a chat template does with tools and with the calls of earlier answers, found by reading it and by trying it,
+"""What a chat template does with roles, tools and the calls of earlier answers, found by reading it and by trying it,
 and conversations put into the shape in which it loses nothing of them.
 
 Templates of one family differ between releases and between those who repair them, so trying is better than a list.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jinja2 import nodes
 
@@ -33,6 +34,9 @@ class Habits:
     null          a call without text is known by null content
     apart         a call is shown only in an answer without text (DeepSeek V3): text and call become two messages
     single        one call of an answer is shown (gpt-oss) or allowed (Llama 3): further ones become messages
+    system        it shows a system message (not Gemma 2); where not, its text begins the first message of the user
+    late_system   also behind the first message (not Qwen3.5, MiniMax-M2); where not, it is text of the user
+    neighbours    two messages of one role may follow each other (not Mistral, Gemma); where not, they become one
     """
 
     tools: str = "itself"
@@ -40,12 +44,33 @@ class Habits:
     null: bool = False
     apart: bool = False
     single: bool = False
+    system: bool = True
+    late_system: bool = True
+    neighbours: bool = True
 
 
 def find_habits(source: str, tree: nodes.Template, run: Callable[[list[Message]], str | None]) -> Habits:
     """tree: the parsed source; run: a conversation as the template shows it, None where it cannot."""
-    if not knows_tools(source):
-        return Habits()
+    return replace(_tool_habits(source, tree, run) if knows_tools(source) else Habits(), **_role_habits(run))
+
+
+def _role_habits(run: Callable[[list[Message]], str | None]) -> dict[str, Any]:
+    def lost(*roles: str) -> bool:
+        """Whether the messages that are no answers cannot all be shown, though the last one of the user can."""
+        texts = [f"probed-{i}" for i in range(len(roles))]
+        shown = run([{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)])
+        return shown is None or (texts[-1] in shown and not all(text in shown for text in texts))
+
+    if lost("user"):
+        return {}
+    return {
+        "system": not lost("system", "user"),
+        "late_system": lost("user", "assistant", "user") or not lost("user", "assistant", "system", "user"),
+        "neighbours": not lost("user", "user"),
+    }
+
+
+def _tool_habits(source: str, tree: nodes.Template, run: Callable[[list[Message]], str | None]) -> Habits:
     tools = "itself"
     if not any(name.name == "tools" for name in tree.find_all(nodes.Name)):
         tools = "message" if _reads(tree, "tools") else "untold"
@@ -64,6 +89,33 @@ def find_habits(source: str, tree: nodes.Template, run: Callable[[list[Message]]
     apart = not shows(Habits(null=null), "text") and shows(Habits(null=null, apart=True), "text") is True
     single = not shows(Habits(null=null), n_calls=2) and shows(Habits(null=null, single=True), n_calls=2) is True
     return Habits(tools, True, null, apart, single)
+
+
+def fit_roles(messages: Sequence[Message], habits: Habits) -> list[Message]:
+    """Normalised messages in roles and an order that the template shows, with all their text."""
+    out: list[Message] = []
+    was_system = False
+    for message in messages:
+        is_system = message["role"] == "system"
+        leads = is_system and (not out or out[-1]["role"] == "system")
+        if is_system and not (habits.system if leads else habits.late_system and habits.system):
+            message = {**message, "role": "user"}
+        if out and _joins(out[-1], message, habits, was_system):
+            texts = [str(m["content"]) for m in (out[-1], message) if m["content"]]
+            out[-1] = {**out[-1], **message, "content": "\n\n".join(texts)}
+        else:
+            out.append(message)
+        was_system = is_system
+    return out
+
+
+def _joins(last: Message, message: Message, habits: Habits, was_system: bool) -> bool:
+    """Whether two neighbours become one message. was_system: the first one was sent as a system message."""
+    if last["role"] != message["role"] or last.get("tool_calls") or message.get("tool_calls"):
+        return False
+    if message["role"] == "system":
+        return not (habits.neighbours and habits.late_system)
+    return message["role"] in ("user", "assistant") and (not habits.neighbours or was_system)
 
 
 def _reads(tree: nodes.Template, key: str) -> bool:
@@ -146,8 +198,10 @@ def with_told_tools(
         return out
     form = write_calls([("NAME", '{"PARAMETER": "VALUE"}')], source, has_token)
     told = _TOLD.format(tools="\n".join(map(function_json, tools)), form=form)
-    if out[0]["role"] == "system":
-        out[0] = {**out[0], "content": f"{out[0]['content']}\n\n{told}" if out[0]["content"] else told}
+    last_system = max((i for i, m in enumerate(out) if m["role"] == "system"), default=None)
+    if last_system is not None:  # some templates show the last one only
+        content = out[last_system]["content"]
+        out[last_system] = {**out[last_system], "content": f"{content}\n\n{told}" if content else told}
     elif "system" in source:
         out.insert(0, {"role": "system", "content": told})
     else:

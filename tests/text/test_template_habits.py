@@ -52,6 +52,8 @@ def test_templates_that_show_no_tools_are_told_of_them(tmp_path: Path) -> None:
         assert all(tokenizer.token_id(mark) in ids for mark in marks), "the form of a call is in the model's own tokens"
         assert tokenizer.token_id("<|im_end|>") not in ids, "a tool's description is plain text"
     assert chat.render([{"role": "user", "content": "hi"}]).text == "[user:hi]"
+    late = [{"role": "user", "content": "hi"}, {"role": "system", "content": "late"}]
+    assert "[system:late\n\nYou can" in chat.render(late, TOOLS).text, "DeepSeek shows the last system message only"
     roleless = source.replace("system", "")
     assert shown(tokenizer, roleless, [{"role": "user", "content": "hi"}], TOOLS).endswith("plain words.\n\nhi]")
 
@@ -146,3 +148,53 @@ def test_lists_may_grow_by_one(small_bpe: Tokenizer) -> None:
         shown(small_bpe, "{{ messages.clear() }}", [{"role": "user", "content": "x"}])
     source = "{{ messages | map(attribute='role') | tojson }}"
     assert shown(small_bpe, source, [{"role": "user", "content": "x"}]) == '["user"]'
+
+
+SYSTEM, USER, ANSWER = ({"role": r, "content": c} for r, c in (("system", "S"), ("user", "U"), ("assistant", "A")))
+SHOWN = EACH + "{{ m.content }}" + END
+REFUSES = "{% for m in messages %}{% if COND %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+ALTERNATES = REFUSES.replace("COND", "not loop.first and m.role == messages[loop.index0 - 1].role")
+NO_SYSTEM = REFUSES.replace("COND", "m.role == 'system'")
+SYSTEM_FIRST = REFUSES.replace("COND", "m.role == 'system' and not loop.first")
+FORGETS = SHOWN.replace("[", "{% if m.role != 'system' or loop.first %}[").replace("]", "]{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "expected"),
+    [
+        (SHOWN, [SYSTEM, USER, USER, ANSWER, SYSTEM, USER],
+         "[system:S][user:U][user:U][assistant:A][system:S][user:U]"),
+        (ALTERNATES + SHOWN, [SYSTEM, USER, USER, ANSWER, ANSWER, USER],
+         "[system:S][user:U\n\nU][assistant:A\n\nA][user:U]"),
+        (NO_SYSTEM + SHOWN, [SYSTEM, SYSTEM, USER, ANSWER, USER], "[user:S\n\nS\n\nU][assistant:A][user:U]"),
+        (NO_SYSTEM + SHOWN, [SYSTEM], "[user:S]"),
+        (SYSTEM_FIRST + SHOWN, [SYSTEM, SYSTEM, USER, ANSWER, SYSTEM, USER],
+         "[system:S\n\nS][user:U][assistant:A][user:S\n\nU]"),
+        (FORGETS, [SYSTEM, USER, ANSWER, SYSTEM, USER], "[system:S][user:U][assistant:A][user:S\n\nU]"),
+        (ALTERNATES + NO_SYSTEM + SHOWN, [SYSTEM, USER, SYSTEM, ANSWER, USER],
+         "[user:S\n\nU\n\nS][assistant:A][user:U]"),
+    ],
+)  # fmt: skip
+def test_roles_and_orders_that_a_template_refuses(
+    source: str, messages: list[dict[str, Any]], expected: str, small_bpe: Tokenizer
+) -> None:
+    """Mistral and Gemma want turns, Gemma 2 no system message, Qwen3.5 and MiniMax-M2 only one at the beginning."""
+    assert shown(small_bpe, source, messages) == expected
+
+
+def test_answers_with_calls_stay_messages_of_their_own(small_bpe: Tokenizer) -> None:
+    source = ALTERNATES.replace("].role", "].role == 'user' == m.role") + EACH + "{{ m.content }}" + CALLS + END
+    text = shown(small_bpe, source, [USER, USER, *conversation()[1:], ANSWER, ANSWER])
+    assert text == '[user:U\n\nU][assistant:<f0 {"n": 0}>][tool:r0][assistant:A\n\nA]'
+
+
+def test_what_a_client_may_leave_out_of_a_tool(small_bpe: Tokenizer) -> None:
+    """DeepSeek V3.1, Command R and Seed-OSS print the description and the parameters of every tool."""
+    source = (
+        "{% for t in tools %}{{ t.function.description + '|' ~ t.function.parameters.properties | tojson }}{% endfor %}"
+    )
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert shown(small_bpe, source, [USER], tools) == "|{}"
+    assert shown(small_bpe, "{{ tools | tojson }}", [USER], tools) == str(tools).replace("'", '"')
+    with pytest.raises(BadInputError, match="no attribute 'other'"):
+        shown(small_bpe, "{% for t in tools %}{{ t.function.other.x }}{% endfor %}", [USER], tools)
