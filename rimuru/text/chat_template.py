@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import cast
@@ -13,7 +14,7 @@ from rimuru.base.errors import BadInputError
 from rimuru.text.guard import Guard, RenderedChat
 from rimuru.text.messages import normalise_messages
 from rimuru.text.plain_tools import knows_tools, whole_tools, with_plain_tools
-from rimuru.text.sandbox import TemplateEnvironment, TemplateRefusal
+from rimuru.text.sandbox import MAX_SECONDS, TemplateEnvironment, TemplateRefusal
 from rimuru.text.template_habits import (
     Habits,
     find_habits,
@@ -191,7 +192,10 @@ class ChatTemplate:
                 template = self._environment.load(source)
             except (jinja2.TemplateError, RecursionError, ValueError, MemoryError, OverflowError) as error:
                 raise BadInputError(f"the model's chat template cannot be compiled: {_one_line(error)}") from error
-            habits = find_habits(source, tree, lambda messages: self._try(template, messages))
+            until = time.monotonic() + MAX_SECONDS  # for all trials together
+            habits = find_habits(
+                source, tree, lambda messages: self._try(template, messages) if time.monotonic() < until else None
+            )
             self._compiled[name] = found = template, _texts_read(tree) & self._control_texts, habits
         return found
 
