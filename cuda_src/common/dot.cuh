@@ -30,9 +30,10 @@ struct ActPiece {
     u32 q[8];
     float scale[2];
     float sum[2];
+    int total[2];  // the sums as integers
 };
 
-template <class F>
+template <class F, bool TOTALS = false>
 __device__ __forceinline__ void load_act(const i8* values, const float* scales, const int* sums, int piece, ActPiece& x) {
 #pragma unroll
     for (int g = 0; g < 2; g++) {
@@ -44,16 +45,17 @@ __device__ __forceinline__ void load_act(const i8* values, const float* scales, 
         } else {
             x.scale[g] = scales[first / ACT_BLOCK];
         }
-        if (F::OFFSET) {
+        if (F::OFFSET || TOTALS) {
             int both = sums[first / ACT_BLOCK];
-            x.sum[g] = (float)((first & 16) ? both >> 16 : (int)(short)both);
+            x.total[g] = (first & 16) ? both >> 16 : (int)(short)both;
+            x.sum[g] = (float)x.total[g];
         }
     }
 }
 
 // acc + weights . activations, without POST. The order of the float operations is part of the contract: results of the
-// integer path are equal for every batch size.
-template <class F>
+// integer path are equal for every batch size. BIAS: all q are that much too large.
+template <class F, int BIAS = 0>
 __device__ __forceinline__ float dot(const Piece& w, const ActPiece& x, float acc) {
     int a = 0, b = 0;
 #pragma unroll
@@ -61,6 +63,7 @@ __device__ __forceinline__ float dot(const Piece& w, const ActPiece& x, float ac
         a = __dp4a((int)w.q[i], (int)x.q[i], a);
         b = __dp4a((int)w.q[4 + i], (int)x.q[4 + i], b);
     }
+    if (BIAS) a -= BIAS * x.total[0], b -= BIAS * x.total[1];
     if (F::ONE_BLOCK) {
         float r = w.scale[0] * (float)(a + b);
         if (F::OFFSET) r = fmaf(w.offset[0], x.sum[0] + x.sum[1], r);
@@ -90,6 +93,27 @@ __device__ __forceinline__ float dot_pair(const Piece& w, const Piece& w2, const
     }
     return fmaf(x.scale[1], r1, fmaf(x.scale[0], r0, acc));
 }
+
+// How the integer kernels take a row: by spans of PIECES pieces, which a lane loads and unpacks together. With -DWIDE_DOTS=1
+// a format may have its own way, with the same members (quants/q6_k.cuh).
+template <class F>
+struct Dots {
+    static constexpr int PIECES = F::PAIRED ? 2 : 1, BIAS = 0;
+    struct Raw {
+        typename F::Raw part[PIECES];
+    };
+    static __device__ __forceinline__ int piece(int span, int i) { return span * PIECES + i; }
+
+    static __device__ __forceinline__ void load(const u8* row, int span, Raw& r) {
+        F::load(row, span * PIECES, r.part[0]);
+        if constexpr (F::PAIRED) F::load_second(row, span * 2 + 1, r.part[0], r.part[1]);
+    }
+
+    static __device__ __forceinline__ void unpack(const Raw& r, int span, Piece (&w)[PIECES]) {
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) F::unpack(r.part[i], piece(span, i), w[i]);
+    }
+};
 
 // Element e (0..31: group 0, then group 1) of a piece as float32.
 template <class F>

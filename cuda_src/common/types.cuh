@@ -83,14 +83,55 @@ __device__ __forceinline__ T load_settled(const T* p) {
 }
 #endif
 
+// load_constant() where it is written: left to itself, the compiler moves it behind a wait, to where it is used.
+#ifdef __CUDA_ARCH__
+__device__ __forceinline__ float load_constant_here(const float* p) {
+    float v;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ u32 load_constant_here(const u8* p) {
+    u32 v;
+    asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ u32 load_constant_here(const u16* p) {
+    u32 v;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ u32 load_constant_here(const u32* p) {
+    u32 v;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint2 load_constant_here(const uint2* p) {
+    uint2 v;
+    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint4 load_constant_here(const uint4* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+#else
+template <class T>
+__device__ __forceinline__ T load_constant_here(const T* p) {
+    return __ldg(p);
+}
+#endif
+
 // Packed weights: constant, but for those of experts, which kernels bring (-DSETTLED_WEIGHTS, common/experts.cuh), or where
-// they lie in shared memory (-DSHARED_WEIGHTS, matmul/ring.cuh).
+// they lie in shared memory (-DSHARED_WEIGHTS, matmul/ring.cuh). -DWEIGHTS_HERE: a kernel asks for some before it waits.
 template <class T>
 __device__ __forceinline__ auto load_packed(const T* p) {
 #if defined(SHARED_WEIGHTS) && defined(__CUDA_ARCH__)
     return *p;
 #elif defined(SETTLED_WEIGHTS)
     return load_settled(p);
+#elif defined(WEIGHTS_HERE)
+    return load_constant_here(p);
 #else
     return load_constant(p);
 #endif
@@ -153,16 +194,16 @@ __device__ __forceinline__ void load_words(const u8* p, u32 (&w)[N]) {
     for (int i = 0; i < N; i++) w[i] = __funnelshift_r(a[i], a[i + 1], shift);
 }
 
-// N words (a multiple of four) from any address, by N / 4 + 1 aligned loads of 16 bytes: where neighbouring lanes read
-// neighbouring pieces, the number of loads is what the first-level cache is short of. Every loaded vector holds at least
-// one of the wanted bytes.
+// N words (a multiple of four) from `offset` < 16 bytes behind an address of alignment 16, by N / 4 + 1 aligned loads of 16
+// bytes: where neighbouring lanes read neighbouring pieces, the number of loads is what the first-level cache is short of.
+// Every loaded vector holds at least one of the wanted bytes.
 template <int N>
-__device__ __forceinline__ void load_vectors(const u8* p, u32 (&w)[N]) {
+__device__ __forceinline__ void load_vectors(const u8* aligned, u32 offset, u32 (&w)[N]) {
 #ifdef SHARED_WEIGHTS
-    load_words(p, w);  // there, more loads cost less than choosing among words
+    load_words(aligned + offset, w);  // there, more loads cost less than choosing among words
 #else
-    const uint4* base = (const uint4*)aligned_down<16>(p);
-    u32 offset = (u32)(u64)p & 15u, a[N + 4];
+    const uint4* base = (const uint4*)aligned;
+    u32 a[N + 4];
 #pragma unroll
     for (int i = 0; i < N / 4 + 1; i++) {
         uint4 v = i < N / 4 || offset ? load_packed(base + i) : make_uint4(0u, 0u, 0u, 0u);
@@ -175,6 +216,12 @@ __device__ __forceinline__ void load_vectors(const u8* p, u32 (&w)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) w[i] = __funnelshift_r(a[i], a[i + 1], (offset & 3u) * 8u);
 #endif
+}
+
+// The same from any address.
+template <int N>
+__device__ __forceinline__ void load_vectors(const u8* p, u32 (&w)[N]) {
+    load_vectors(aligned_down<16>(p), (u32)(u64)p & 15u, w);
 }
 
 __device__ __forceinline__ float half_bits_to_float(u32 bits) {

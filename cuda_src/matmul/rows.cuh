@@ -2,7 +2,7 @@
 //
 //   acc[r][t] = sum over the lane's pieces of rows[r] . activation of tokens[t]
 //
-// L neighbouring lanes share a row; lane l takes pieces (or pairs of pieces) l, l + L, ... A lane works on R rows and T
+// L neighbouring lanes share a row; lane l takes spans (one piece or two: Dots) l, l + L, ... A lane works on R rows and T
 // tokens at once. The order of a row's sums depends on L and on nothing else, not on R or T: results are equal for every
 // batch size.
 #pragma once
@@ -30,21 +30,19 @@ struct Nothing {
 template <class F, int L, int R, int T, class Ready>
 __device__ __forceinline__ void integer_dots(const u8* const (&rows)[R], const ActView& x, const int (&tokens)[T],
                                              int n_tokens, int lane, Ready ready, float (&acc)[R][T]) {
-    constexpr int SPAN = F::PAIRED ? 2 : 1;  // pieces that are handled together
-    constexpr int WORDS = SPAN * R * (int)(sizeof(typename F::Raw) / 4);
+    typedef Dots<F> Form;
+    constexpr int SPAN = Form::PIECES;
+    constexpr int WORDS = R * (int)(sizeof(typename Form::Raw) / 4);
     constexpr int DEPTH = STAGE_WORDS / WORDS < 1 ? 1 : STAGE_WORDS / WORDS > 4 ? 4 : STAGE_WORDS / WORDS;
     int n_spans = x.width / (32 * SPAN), n_blocks = x.width / ACT_BLOCK;
-    typename F::Raw raw[DEPTH][R][SPAN];
+    typename Form::Raw raw[DEPTH][R];
     auto load_stage = [&](int first) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             int span = first + d * L;
             if (span < n_spans) {
 #pragma unroll
-                for (int r = 0; r < R; r++) {
-                    F::load(rows[r], span * SPAN, raw[d][r][0]);
-                    if constexpr (F::PAIRED) F::load_second(rows[r], span * 2 + 1, raw[d][r][0], raw[d][r][1]);
-                }
+                for (int r = 0; r < R; r++) Form::load(rows[r], span, raw[d][r]);
             }
         }
     };
@@ -59,10 +57,7 @@ __device__ __forceinline__ void integer_dots(const u8* const (&rows)[R], const A
             if (span < n_spans) {
                 Piece w[R][SPAN];
 #pragma unroll
-                for (int r = 0; r < R; r++) {
-#pragma unroll
-                    for (int i = 0; i < SPAN; i++) F::unpack(raw[d][r][i], span * SPAN + i, w[r][i]);
-                }
+                for (int r = 0; r < R; r++) Form::unpack(raw[d][r], span, w[r]);
 #pragma unroll
                 for (int t = 0; t < T; t++) {
                     if (T == 1 || t < n_tokens) {
@@ -70,14 +65,15 @@ __device__ __forceinline__ void integer_dots(const u8* const (&rows)[R], const A
                         i64 token = tokens[t];
 #pragma unroll
                         for (int i = 0; i < SPAN; i++)
-                            load_act<F>(x.values + token * x.width, x.scales + token * n_blocks,
-                                        x.sums + token * n_blocks, span * SPAN + i, a[i]);
+                            load_act<F, Form::BIAS != 0>(x.values + token * x.width, x.scales + token * n_blocks,
+                                                         x.sums + token * n_blocks, Form::piece(span, i), a[i]);
 #pragma unroll
                         for (int r = 0; r < R; r++) {
                             if constexpr (F::PAIRED) {
                                 acc[r][t] = dot_pair<F>(w[r][0], w[r][1], a[0], a[1], acc[r][t]);
                             } else {
-                                acc[r][t] = dot<F>(w[r][0], a[0], acc[r][t]);
+#pragma unroll
+                                for (int i = 0; i < SPAN; i++) acc[r][t] = dot<F, Form::BIAS>(w[r][i], a[i], acc[r][t]);
                             }
                         }
                     }

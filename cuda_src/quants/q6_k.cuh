@@ -50,3 +50,52 @@ struct q6_k {
         for (int g = 0; g < 2; g++) w.scale[g] = d * (float)(i8)(r.scales >> (8 * g));
     }
 };
+
+// 64 weights: pieces u and u + 2 of a block's half, which share qh. Group i has bits 2 i of qh, low (0, 1) and high (2, 3)
+// nibbles of the two pieces.
+struct WideQ6 {
+    u32 ql[8];
+    u32 qh[4];
+    u32 scales;  // a byte a group
+    u32 d;
+
+    __device__ __forceinline__ void load(const u8* row, int span) {
+        const u8* block = row + (span >> 2) * q6_k::BYTES;
+        int half = (span >> 1) & 1, unit = span & 1;
+        u32 offset = (u32)(u64)block & 15u, low[4], high[4], s[2];  // equal for all: the others lie multiples of 16 behind
+        const u8* aligned = aligned_down<16>(block) + 16 * unit;
+        load_vectors(aligned + 64 * half, offset, low);
+        load_vectors(aligned + 64 * half + 32, offset, high);
+        load_vectors(aligned + 128 + 32 * half, offset, qh);
+        load_words(block + 192 + 8 * half, s);
+        d = load_u16(block + 208);
+        scales = __byte_perm(s[0], s[1], unit ? 0x7531 : 0x6420);
+#pragma unroll
+        for (int i = 0; i < 4; i++) ql[i] = low[i], ql[4 + i] = high[i];
+    }
+};
+
+#if WIDE_DOTS
+template <>
+struct Dots<q6_k> {
+    static constexpr int PIECES = 2, BIAS = 32;
+    typedef WideQ6 Raw;
+    static __device__ __forceinline__ int piece(int span, int i) { return (span >> 1) * 4 + (span & 1) + 2 * i; }
+    static __device__ __forceinline__ void load(const u8* row, int span, Raw& r) { r.load(row, span); }
+
+    static __device__ __forceinline__ void unpack(const Raw& r, int, Piece (&w)[2]) {
+        float d = half_bits_to_float(r.d);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                u32 low = r.ql[4 * i + j], high = r.qh[j];
+                w[i].q[j] = (low & 0x0f0f0f0fu) | ((high << (4 - 2 * i)) & 0x30303030u);
+                w[i].q[4 + j] = ((low >> 4) & 0x0f0f0f0fu) | ((high >> (2 * i)) & 0x30303030u);
+            }
+#pragma unroll
+            for (int g = 0; g < 2; g++) w[i].scale[g] = d * (float)(i8)(r.scales >> (8 * (i + 2 * g)));
+        }
+    }
+};
+#endif

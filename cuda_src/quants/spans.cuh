@@ -74,41 +74,25 @@ template <>
 struct Span<q6_k> {
     static constexpr bool SCALED = true, MINS = false;
     static constexpr u32 MAGIC = 0x64006400u;
-    u32 ql[8];  // units u and u + 2 of 16 bytes of a block's half
-    u32 qh[4];
-    u32 scales;  // a byte a group
-    u32 d;
+    WideQ6 stored;
 
-    __device__ __forceinline__ void load(const u8* row, int span, int) {
-        const u8* block = row + (span >> 2) * q6_k::BYTES;
-        int half = (span >> 1) & 1, unit = span & 1;
-        u32 low[4], high[4], s[2];
-        load_vectors(block + 64 * half + 16 * unit, low);
-        load_vectors(block + 64 * half + 32 + 16 * unit, high);
-        load_vectors(block + 128 + 32 * half + 16 * unit, qh);
-        load_words(block + 192 + 8 * half, s);
-        d = load_u16(block + 208);
-        scales = __byte_perm(s[0], s[1], unit ? 0x7531 : 0x6420);
-#pragma unroll
-        for (int i = 0; i < 4; i++) ql[i] = low[i], ql[4 + i] = high[i];
-    }
+    __device__ __forceinline__ void load(const u8* row, int span, int) { stored.load(row, span); }
 
-    // Group i: low (0, 1) and high (2, 3) nibbles of the two units, bits 2 i of qh.
     static __device__ __forceinline__ int first(int span, int i) {
         return (span >> 1) * 128 + 32 * i + 16 * (span & 1);
     }
 
     struct Halves {
-        const Span& bytes;
+        const WideQ6& bytes;
         u32 magic;
         u32 biased;  // scales + 128
         float scale, min_scale;
 
-        __device__ __forceinline__ Halves(const Span& stored, int, int, u32 constant)
-            : bytes(stored),
+        __device__ __forceinline__ Halves(const Span& span, int, int, u32 constant)
+            : bytes(span.stored),
               magic(constant),
-              biased(stored.scales ^ 0x80808080u),
-              scale(half_bits_to_float(stored.d)),
+              biased(span.stored.scales ^ 0x80808080u),
+              scale(half_bits_to_float(span.stored.d)),
               min_scale(0.0f) {}
 
         // q in bits 2..7 of its byte is the half 1024 + 4 q: times a fourth of the scale, which is exact, and so is 288

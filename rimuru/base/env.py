@@ -27,10 +27,10 @@ def dependent_launches() -> bool:
     return _flag("RIMURU_DEPENDENT_LAUNCH", True)
 
 
-def expert_rings() -> bool:
-    """RIMURU_EXPERT_RINGS=1: packed weights of experts on tensor cores come through shared memory. Off until a card has
-    shown that it is faster."""
-    return _flag("RIMURU_EXPERT_RINGS", False)
+def wide_experts() -> bool:
+    """RIMURU_WIDE_EXPERTS=1: experts' kernels take more of a row at a time: on tensor cores through shared memory, with
+    few tokens by fewer lanes. Off until a card has shown that it is faster."""
+    return _flag("RIMURU_WIDE_EXPERTS", False)
 
 
 def poison_free_pages() -> bool:

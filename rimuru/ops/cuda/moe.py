@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rimuru.arch.spec import MoeSpec
+from rimuru.base import env
 from rimuru.base.errors import RimuruError
 from rimuru.base.units import ceil_div
 from rimuru.memory.specs import ExpertLayerLayout, ProjectionLayout
@@ -33,6 +34,7 @@ from rimuru.ops.cuda.matmul import (
 from rimuru.ops.cuda.moe_kernels import (
     DOWN_WARPS,
     LEAN_FORMATS,
+    SPAN_FORMATS,
     Shape,
     down_kernel,
     down_matrix_kernel,
@@ -206,7 +208,7 @@ class _Left:
         call, down, buffers = self.call, self.down, self.call.buffers
         (n_tokens, top_k), n_experts = self.ids.shape, call.table.layout.n_experts
         lanes, rows, resident = down_shape(down.format.name, down.n_in, 1, n_tokens)
-        kernel = down_sum_kernel(down.format.name, lanes, rows, resident, top_k, call.scaled)
+        kernel = down_sum_kernel(down.format.name, lanes, rows, resident, top_k, call.scaled, env.wide_experts())
         kernel(
             (ceil_div(down.n_rows, 32 // lanes * rows), n_tokens),
             (32 * int(kernel.defines["BLOCK_WARPS"]),),
@@ -255,7 +257,8 @@ def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: Projection
     lanes, rows, resident = up_shape(tile, n_tokens)
     x_forms = (None, None, None) if quant is None else (quant.values, quant.scales, quant.sums)
     hidden_forms = (buffers.values, buffers.scales, buffers.sums)
-    up_kernel(gate_name, up.format.name, tile, lanes, rows, resident, call.scaled, call.listed)(
+    wide = env.wide_experts()
+    up_kernel(gate_name, up.format.name, tile, lanes, rows, resident, call.scaled, call.listed, wide)(
         (ceil_div(up.n_rows, ACT_BLOCK), call.max_items),
         (32 * lanes // rows,),
         (
@@ -266,7 +269,7 @@ def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: Projection
     if buffers.left is not None:
         return
     lanes, rows, resident = down_shape(down.format.name, down.n_in, tile, n_tokens)
-    down_kernel(down.format.name, tile, lanes, rows, resident, call.scaled, call.listed)(
+    down_kernel(down.format.name, tile, lanes, rows, resident, call.scaled, call.listed, wide)(
         (ceil_div(down.n_rows, DOWN_WARPS * (32 // lanes) * rows), call.max_items),
         (DOWN_WARPS * 32,),
         (buffers.hidden, *hidden_forms, down.n_in, *call.down_arguments(down)),
@@ -283,6 +286,9 @@ def up_shape(tile: int, n_tokens: int) -> tuple[int, int, int]:
 def down_shape(format_name: str, n_in: int, tile: int, n_tokens: int) -> tuple[int, int, int]:
     """(lanes a row, rows a lane, resident threads) of the down kernel; the lanes depend on the width only (order of
     sums)."""
+    if env.wide_experts() and n_in <= 1024 and format_name in SPAN_FORMATS and 0 < n_in // 64 % 8 <= 4:
+        # Eight lanes would have nothing for half of them in the last round.
+        return 4, 1 if n_tokens == 1 else 2, 768 if tile == 1 and n_tokens > 1 else 512
     resident = 1024 if format_name in LEAN_FORMATS else 768
     return row_lanes(n_in), 2, resident if tile == 1 and n_tokens > 1 else 512
 
@@ -328,7 +334,7 @@ def experts_kernels(
     assert up is not None and down is not None
     gate_name = None if gate is None else gate.format.name
     found: dict[int, Kernel] = {}
-    lists = layout.n_pages <= _ITEM_PAGES
+    lists, wide = layout.n_pages <= _ITEM_PAGES, env.wide_experts()
     for n_tokens in range(1, max_tokens + 1):
         load = n_tokens * spec.top_k / layout.n_experts
         if _has_halves(n_tokens, spec, up.n_in, deterministic):
@@ -342,12 +348,12 @@ def experts_kernels(
             listed = lists and tile > 1
             down_kind = down_shape(down.format.name, down.n_in, tile, n_tokens)
             pair = (
-                up_kernel(gate_name, up.format.name, tile, *up_shape(tile, n_tokens), scaled, listed),
-                down_kernel(down.format.name, tile, *down_kind, scaled, listed),
+                up_kernel(gate_name, up.format.name, tile, *up_shape(tile, n_tokens), scaled, listed, wide),
+                down_kernel(down.format.name, tile, *down_kind, scaled, listed, wide),
             )
         if dot_tile(n_tokens, load) == 1:
             down_kind = down_shape(down.format.name, down.n_in, 1, n_tokens)
-            kernel = down_sum_kernel(down.format.name, *down_kind, spec.top_k, scaled)
+            kernel = down_sum_kernel(down.format.name, *down_kind, spec.top_k, scaled, wide)
             found[id(kernel)] = kernel
         found |= {id(kernel): kernel for kernel in pair}
     return [*COMMON_KERNELS, route_kernel(layout.n_experts), *found.values()]

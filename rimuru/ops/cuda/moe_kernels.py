@@ -32,6 +32,9 @@ MAX_SHARED_BYTES = 99 * 1024
 """Shared memory of a block on every supported card."""
 
 DOWN_WARPS = 8
+SPAN_FORMATS = ("q4_k", "q5_k", "q6_k")
+"""Types of which the integer kernels take 64 elements of a row at a time (of Q6_K where they are wide)."""
+
 LEAN_FORMATS = ("q6_k", "q4_0")
 """Types whose down kernel of single assignments does with 64 registers, if it has to: a third more threads."""
 
@@ -45,15 +48,17 @@ _DOWN_PAGES = "first_page: i32, rows_per_page: i32, page_factor: i32, row_bytes:
 
 _SCALED: tuple[dict[str, int | str], dict[str, int | str]] = ({}, {"EXPERT_FACTORS": 1})
 _LISTED: tuple[dict[str, int | str], dict[str, int | str]] = ({}, {"ITEM_PAGES": 1})
+_WIDE: tuple[dict[str, int | str], dict[str, int | str]] = ({}, {"WIDE_DOTS": 1})
 
 
 @cache
 def up_kernel(
     gate: str | None, up: str, tile: int, lanes: int, rows: int, resident: int = 512, scaled: bool = False,
-    listed: bool = False,
+    listed: bool = False, wide: bool = False,
 ) -> Kernel:  # fmt: skip
     """gate_up for few tokens; gate None = no gate. resident: threads that a multiprocessor must be able to hold.
-    scaled: the experts have factors. listed: every item has a list of its expert's pages."""
+    scaled: the experts have factors. listed: every item has a list of its expert's pages. wide: lanes take longer parts
+    of rows, as far as a type has such a way (env.wide_experts)."""
     signature = (
         f"x_f32: f32*, x_values: i8*, x_scales: f32*, x_sums: i32*, width: i32, {_ITEMS}, {_PAGES}, {_UP_PAGES},"
         "gate_factors: f32*, up_factors: f32*, gate_bias: f32*, up_bias: f32*, hidden: f32*,"
@@ -63,13 +68,15 @@ def up_kernel(
         "FORMAT_GATE": gate or up, "FORMAT_UP": up, "GATED": int(gate is not None), "TOKEN_TILE": tile,
         "ROW_LANES": lanes, "LANE_ROWS": rows, "RESIDENT_THREADS": resident,
     }  # fmt: skip
-    return Kernel("moe/moe_decode.cu", "moe_gate_up", signature, defines | _SCALED[scaled] | _LISTED[listed])
+    defines |= _SCALED[scaled] | _LISTED[listed] | _WIDE[wide and "q6_k" in (gate, up)]
+    return Kernel("moe/moe_decode.cu", "moe_gate_up", signature, defines)
 
 
 @cache
 def down_kernel(
-    down: str, tile: int, lanes: int, rows: int, resident: int = 512, scaled: bool = False, listed: bool = False
-) -> Kernel:
+    down: str, tile: int, lanes: int, rows: int, resident: int = 512, scaled: bool = False, listed: bool = False,
+    wide: bool = False,
+) -> Kernel:  # fmt: skip
     """down for few tokens; the rest as in up_kernel."""
     signature = (
         f"h_f32: f32*, h_values: i8*, h_scales: f32*, h_sums: i32*, n_hidden: i32, {_ITEMS}, {_PAGES}, {_DOWN_PAGES},"
@@ -79,11 +86,14 @@ def down_kernel(
         "FORMAT_DOWN": down, "TOKEN_TILE": tile, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": DOWN_WARPS,
         "RESIDENT_THREADS": resident,
     }  # fmt: skip
-    return Kernel("moe/moe_decode.cu", "moe_down", signature, defines | _SCALED[scaled] | _LISTED[listed])
+    defines |= _SCALED[scaled] | _LISTED[listed] | _WIDE[wide and down == "q6_k"]
+    return Kernel("moe/moe_decode.cu", "moe_down", signature, defines)
 
 
 @cache
-def down_sum_kernel(down: str, lanes: int, rows: int, resident: int, top_k: int, scaled: bool = False) -> Kernel:
+def down_sum_kernel(
+    down: str, lanes: int, rows: int, resident: int, top_k: int, scaled: bool = False, wide: bool = False
+) -> Kernel:
     """down and the weighted sum for few tokens, each assignment by itself; as many warps as have equally many slots."""
     warps = ceil_div(top_k, ceil_div(top_k, DOWN_WARPS))
     signature = (
@@ -95,7 +105,8 @@ def down_sum_kernel(down: str, lanes: int, rows: int, resident: int, top_k: int,
         "FORMAT_DOWN": down, "TOKEN_TILE": 1, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": warps,
         "RESIDENT_THREADS": resident,
     }  # fmt: skip
-    return Kernel("moe/moe_decode.cu", "moe_down_sum", signature, defines | _SCALED[scaled])
+    defines |= _SCALED[scaled] | _WIDE[wide and down == "q6_k"]
+    return Kernel("moe/moe_decode.cu", "moe_down_sum", signature, defines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +183,7 @@ def ring_chunk_bytes(tokens: int, chunk: int) -> int:
 
 def with_ring(shape: Shape, formats: Sequence[QuantFormat], n_in: int) -> Shape:
     """The shape with packed weights by way of shared memory, where that is asked for and they fit."""
-    if shape.family != "strip" or not env.expert_rings():
+    if shape.family != "strip" or not env.wide_experts():
         return shape
     n_pieces = ceil_div(n_in, 32)
     chunk = min(strip_chunk(shape.tokens), align_up(n_pieces, 16))

@@ -1,4 +1,5 @@
-"""Experts on tensor cores whose packed weights come through shared memory: bit for bit what they give without."""
+"""Experts' kernels that take more of a row at a time: on tensor cores by way of shared memory, bit for bit as without,
+and with few tokens by fewer lanes."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import emulate
 import nvrtc
+from cases import matmul as matmul_cases
 from cases import moe as moe_cases
 from cases.common import Case
 
@@ -68,13 +70,71 @@ def test_rings_give_the_same_bits(case: Case, launched: list[Kernel], monkeypatc
     inputs, ops = case.inputs(), emulate.EmulatedOps()
     without = case.run(ops, inputs)  # type: ignore[arg-type]
     assert not any("STRIP_RING" in kernel.defines for kernel in launched)
-    monkeypatch.setenv("RIMURU_EXPERT_RINGS", "1")
+    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "1")
     launched.clear()
     found = case.run(ops, inputs)  # type: ignore[arg-type]
     rings = [kernel.name for kernel in launched if "STRIP_RING" in kernel.defines]
     assert rings == ["moe_gate_up_strip", "moe_down_strip"]
     assert all(np.array_equal(found[name], without[name]) for name in without)
     case.check(ops)  # type: ignore[arg-type]
+
+
+FEW = [
+    ("q6_k", 768, 1, ("moe_down_sum", 4, 1)), ("q6_k", 768, 3, ("moe_down_sum", 4, 2)),
+    ("q4_k", 768, 2, ("moe_down_sum", 4, 2)), ("q6_k", 512, 2, ("moe_down_sum", 8, 2)),
+    ("q6_k", 1280, 2, ("moe_down_sum", 32, 2)), ("q5_k", 256, 1, ("moe_down_sum", 4, 1)),
+]  # fmt: skip
+
+
+@emulated
+@pytest.mark.parametrize(("down", "width", "n_tokens", "found"), FEW)
+def test_few_tokens(
+    down: str, width: int, n_tokens: int, found: tuple[str, int, int], launched: list[Kernel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Right, and equal by one kernel and by two; the same for every token whatever else is in the batch."""
+    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "1")
+    spec = MoeSpec(5, 2, width)
+    chosen = case(of_types("q6_k", "q6_k", down), spec, 512, n_tokens)
+    inputs, ops = chosen.inputs(), emulate.EmulatedOps()
+    apart = chosen.run(ops, inputs)["out"]  # type: ignore[arg-type]
+    assert [kernel.defines.get("WIDE_DOTS") for kernel in launched if kernel.name == "moe_gate_up"] == [1]
+    launched.clear()
+    assert np.array_equal(moe_cases.summed_at_once(ops, inputs, spec), apart)
+    last = next(kernel for kernel in launched if kernel.name.startswith("moe_down"))
+    assert (last.name, last.defines["ROW_LANES"], last.defines["LANE_ROWS"]) == found
+    assert last.defines.get("WIDE_DOTS") == (1 if down == "q6_k" else None)
+    chosen.check(ops)  # type: ignore[arg-type]
+
+
+@emulated
+def test_wide_results_do_not_depend_on_the_batch(launched: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, and with others, sorted, in tiles of tokens."""
+    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "1")
+    ops: Any = emulate.EmulatedOps(deterministic=True)
+    spec = MoeSpec(3, 2, 768)
+    chosen = case(of_types("q4_k", "q4_k", "q6_k"), spec, 256, 14)
+    inputs = chosen.inputs()
+    table, pool = moe_cases.expert_table(ops, inputs)
+
+    def slots(tokens: list[int]) -> np.ndarray:
+        scratch = ops.moe_scratch(len(tokens), spec, 256)
+        x = matmul_cases.filled_act(ops, inputs["x"][tokens])
+        ops.moe_experts(x, ops.upload(inputs["ids"][tokens]), table, None, spec, scratch)
+        return scratch.out[: 2 * len(tokens)].copy()
+
+    whole = slots(list(range(14)))
+    kinds = {
+        (kernel.defines["TOKEN_TILE"], kernel.defines["LANE_ROWS"]) for kernel in launched if "down" in kernel.name
+    }
+    for tokens in ([0], [5, 2], [13, 7, 1]):
+        found = slots(tokens).reshape(len(tokens), 2, -1)
+        assert np.array_equal(found, whole.reshape(14, 2, -1)[tokens])
+    kinds |= {
+        (kernel.defines["TOKEN_TILE"], kernel.defines["LANE_ROWS"]) for kernel in launched if "down" in kernel.name
+    }
+    assert len(kinds) > 2
+    del pool
 
 
 def ring_shape(name: str, load: float, n_in: int) -> moe_kernels.Shape:
@@ -84,7 +144,7 @@ def ring_shape(name: str, load: float, n_in: int) -> moe_kernels.Shape:
 @pytest.mark.parametrize("fmt", ENGINE_FORMATS, ids=lambda fmt: fmt.name)
 def test_a_ring_holds_every_step_and_fits(fmt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever a row starts, the whole 16 bytes that a step lies in; rows an odd number of them apart."""
-    monkeypatch.setenv("RIMURU_EXPERT_RINGS", "1")
+    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "1")
     step_bytes = 256 // fmt.block_elements * fmt.block_bytes
     unit = np.gcd(fmt.block_bytes, 16) if not fmt.is_float else 16
     starts = np.arange(0, 16, unit)
@@ -100,7 +160,7 @@ def test_a_ring_holds_every_step_and_fits(fmt: Any, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("architecture", [80, 90, 120])
 @pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0", "mxfp4"])
 def test_they_compile(name: str, architecture: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RIMURU_EXPERT_RINGS", "1")
+    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "1")
     for load in (2, 8):
         up = moe_kernels.up_matrix_kernel(name, name, ring_shape(name, load, 2048), listed=True)
         down = moe_kernels.down_matrix_kernel(name, ring_shape(name, load, 768), listed=True)
