@@ -192,6 +192,14 @@ def test_the_end_of_the_time(model: Path, budgets: tuple[int, int]) -> None:
     assert len(values["left_out"]) == 6
 
 
+def test_residencies_are_compared_where_they_are_wanted() -> None:
+    words = ["m.gguf", "--memory", "8GB,14GB", "--policies", "cost,fixed", "--residency", "auto,hotset"]
+    for more, compared in (([], ["8GB", "14GB"]), (["--compare-at", "14GB"], ["14GB"])):
+        found = [(s.memory, s.policy, s.residency) for s in elastic.settings_of(elastic.parse([*words, *more]))]
+        assert [memory for memory, _, residency in found if residency == "hotset"] == compared
+        assert len(found) == 4 + len(compared)
+
+
 def test_a_model_or_files() -> None:
     for words in ([], ["model.gguf", "--table", "a.json"]):
         with pytest.raises(SystemExit):

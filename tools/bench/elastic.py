@@ -9,8 +9,8 @@
 
 For each budget the model is loaded once for policies `paper` and `cost`, which are changed while it is loaded (as the
 residency is), and once for each of `static` (all experts resident; it refuses to start where they do not fit) and
-`fixed`. The residencies are compared under the first policy; the others have the first residency, and where nothing was
-brought over the link, no second residency is measured. A cell:
+`fixed`. The residencies are compared under the first policy (at the budgets of --compare-at); the others have the first
+residency, and where nothing was brought over the link, no second residency is measured. A cell:
 
     streams come together with prompts of 118 random tokens    -> time to first token, of each that is let in (a policy
                                                                   may let others wait: see `started`)
@@ -189,7 +189,8 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
             found += ablations(memory, args)
             continue
         for policy in args.policies:
-            residencies = args.residency if policy == args.policies[0] else args.residency[:1]
+            compares = policy == args.policies[0] and memory in (args.compare_at or args.memory)
+            residencies = args.residency if compares else args.residency[:1]
             residencies = ["auto"] if policy == "static" else residencies
             found += [Setting(memory, policy, residency) for residency in residencies]
     return found
@@ -387,6 +388,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--streams", type=numbers, default=[96, 32, 8, 1], metavar="N,N")
     parser.add_argument("--policies", type=names, default=["cost", "paper", "fixed", "static"], metavar="NAME,NAME")
     parser.add_argument("--residency", type=names, default=["auto", "hotset", "recency"], metavar="NAME,NAME")
+    parser.add_argument("--compare-at", type=names, metavar="SIZE,SIZE", help="where residencies are compared")
     parser.add_argument("--ablate", action="store_true", help="one change at a time to the first policy and residency")
     parser.add_argument("--routing", default="model", metavar="model|synthetic|FILE")
     parser.add_argument("--router", default="auto", metavar="NAME")
