@@ -9,9 +9,7 @@ CELLS = ((32, 4, 4), (8, 15, 20), (1, 100, 150))
 
 
 def test_auto_follows_the_number_of_streams_at_once() -> None:
-    found = {
-        policy: hit_rates(policy, "qwen3-30b", SHARES["8 GB"], 0, CELLS) for policy in ("auto", "recency", "hotset")
-    }
+    found = {policy: hit_rates(policy, "qwen3-30b", SHARES["8 GB"], 0, CELLS) for policy in POLICIES}
     for n_streams, rate in found["auto"].items():
         missed, missed_at_best = 1 - rate, 1 - max(found["recency"][n_streams], found["hotset"][n_streams])
         assert missed < 1.06 * missed_at_best, n_streams  # what is missed is what a step waits for
