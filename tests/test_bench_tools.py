@@ -69,3 +69,27 @@ def test_page_parts_cover_every_row() -> None:
     for p in layout.projections:
         rows = np.concatenate([np.arange(part.start, part.stop) for _, part in paging.page_parts(p)])
         assert np.array_equal(rows, np.arange(p.n_rows))
+
+
+def test_parts_of_experts_lie_in_the_tensors_without_overlap() -> None:
+    """The table that names the contiguous tensors finds every byte of every projection once."""
+    layout = moe.expert_layout({"gate": "q4_k", "up": "q4_k", "down": "q6_k"}, 4, 512, 256, 20_000)
+    starts, n_bytes = paging.first_rows(layout)
+    places, seen = paging.places_in_tensors(layout), np.zeros(n_bytes, np.int64)
+    for p in layout.projections:
+        begin = starts[p.name] * p.row_bytes
+        for page, rows in paging.page_parts(p):
+            for expert in range(layout.n_experts):
+                at = int(places[expert, page])
+                assert at == begin + (expert * p.n_rows + rows.start) * p.row_bytes
+                seen[at : at + (rows.stop - rows.start) * p.row_bytes] += 1
+        assert (seen[begin : begin + layout.n_experts * p.n_rows * p.row_bytes] == 1).all(), p.name
+    assert seen.max() == 1
+
+
+def test_a_wrong_result_is_named() -> None:
+    right = [np.ones((2, 3), np.float32), np.zeros(4, np.float32)]
+    assert paging.difference([out.copy() for out in right], right) is None
+    wrong = [right[0], np.array([0, 0.5, 0, np.nan], np.float32)]
+    told = paging.difference(wrong, right)
+    assert told is not None and told.startswith("hidden of layer 0: 2 of 4 values")
