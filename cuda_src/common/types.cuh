@@ -87,32 +87,32 @@ __device__ __forceinline__ T load_settled(const T* p) {
 #ifdef __CUDA_ARCH__
 __device__ __forceinline__ float load_constant_here(const float* p) {
     float v;
-    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(p));
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
     return v;
 }
 __device__ __forceinline__ u32 load_constant_here(const u8* p) {
     u32 v;
-    asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(p));
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
 __device__ __forceinline__ u32 load_constant_here(const u16* p) {
     u32 v;
-    asm volatile("ld.global.nc.u16 %0, [%1];" : "=r"(v) : "l"(p));
+    asm volatile("ld.global.u16 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
 __device__ __forceinline__ u32 load_constant_here(const u32* p) {
     u32 v;
-    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
 __device__ __forceinline__ uint2 load_constant_here(const uint2* p) {
     uint2 v;
-    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
     return v;
 }
 __device__ __forceinline__ uint4 load_constant_here(const uint4* p) {
     uint4 v;
-    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
 #else
@@ -180,12 +180,12 @@ __device__ __forceinline__ const u8* aligned_down(const u8* p) {
 #endif
 }
 
-// N words from any address, by aligned loads and shifts: half as many loads as by 16 bits at a time. The words around
-// the wanted bytes hold at least one of them each, so nothing outside an allocation of whole words is touched.
+// N words from shift / 8 < 4 bytes behind an address of alignment 4, by aligned loads and shifts: half as many loads as by 16
+// bits at a time. The words around the wanted bytes hold at least one of them each, so nothing outside an allocation of whole
+// words is touched.
 template <int N>
-__device__ __forceinline__ void load_words(const u8* p, u32 (&w)[N]) {
-    const u32* base = (const u32*)aligned_down<4>(p);
-    u32 shift = ((u32)(u64)p & 3u) * 8u;
+__device__ __forceinline__ void load_words(const u8* aligned, u32 shift, u32 (&w)[N]) {
+    const u32* base = (const u32*)aligned;
     u32 a[N + 1];
 #pragma unroll
     for (int i = 0; i < N; i++) a[i] = load_packed(base + i);
@@ -194,13 +194,20 @@ __device__ __forceinline__ void load_words(const u8* p, u32 (&w)[N]) {
     for (int i = 0; i < N; i++) w[i] = __funnelshift_r(a[i], a[i + 1], shift);
 }
 
+// The same from any address.
+template <int N>
+__device__ __forceinline__ void load_words(const u8* p, u32 (&w)[N]) {
+    load_words(aligned_down<4>(p), ((u32)(u64)p & 3u) * 8u, w);
+}
+
 // N words (a multiple of four) from `offset` < 16 bytes behind an address of alignment 16, by N / 4 + 1 aligned loads of 16
 // bytes: where neighbouring lanes read neighbouring pieces, the number of loads is what the first-level cache is short of.
 // Every loaded vector holds at least one of the wanted bytes.
 template <int N>
 __device__ __forceinline__ void load_vectors(const u8* aligned, u32 offset, u32 (&w)[N]) {
 #ifdef SHARED_WEIGHTS
-    load_words(aligned + offset, w);  // there, more loads cost less than choosing among words
+    // There, more loads cost less than choosing among words.
+    load_words(aligned + (offset & 12u), (offset & 3u) * 8u, w);
 #else
     const uint4* base = (const uint4*)aligned;
     u32 a[N + 4];

@@ -50,10 +50,14 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     const u8* lower = rows[0].at(GATED ? gate : up, item.expert, first_row);
     const u8* upper = rows[1].at(up, item.expert, second_row);
     StripSums sums;
-    auto x_row = [&](int i) { return item_assignment(order, item, i) / top_k; };
-    if (!strip_product<FORMAT_GATE, FORMAT_UP>(lower, upper, x, width, x_row, item.count, shared, [] {}, sums)) return;
     SumTokens<TOKEN_TILES> tokens;
-    tokens.ask(order, item, x_scales, top_k, [](int j, int c) { return strip_token(j, c); });
+    auto ask = [&] { tokens.ask(order, item, x_scales, top_k, [](int j, int c) { return strip_token(j, c); }); };
+    auto x_row = [&](int i) { return item_assignment(order, item, i) / top_k; };
+    auto ready = [&] {
+        if (STRIP_RING) ask();  // beside the copies; without a ring registers are short
+    };
+    if (!strip_product<FORMAT_GATE, FORMAT_UP>(lower, upper, x, width, x_row, item.count, shared, ready, sums)) return;
+    if (!STRIP_RING) ask();
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) {
 #pragma unroll
@@ -105,12 +109,16 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     const u8* lower = rows[0].at(down, item.expert, first_row);
     const u8* upper = rows[1].at(down, item.expert, second_row);
     StripSums sums;
-    auto x_row = [&](int i) { return item_assignment(order, item, i); };
-    if (!strip_product<FORMAT_DOWN, FORMAT_DOWN>(lower, upper, hidden, n_hidden, x_row, item.count, shared,
-                                                 [] { follow_predecessor(); }, sums))
-        return;
     SumTokens<TOKEN_TILES> tokens;
-    tokens.ask(order, item, h_scales, 1, [](int j, int c) { return strip_token(j, c); });
+    auto ask = [&] { tokens.ask(order, item, h_scales, 1, [](int j, int c) { return strip_token(j, c); }); };
+    auto x_row = [&](int i) { return item_assignment(order, item, i); };
+    auto ready = [&] {
+        follow_predecessor();
+        if (STRIP_RING) ask();
+    };
+    if (!strip_product<FORMAT_DOWN, FORMAT_DOWN>(lower, upper, hidden, n_hidden, x_row, item.count, shared, ready, sums))
+        return;
+    if (!STRIP_RING) ask();
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) {
 #pragma unroll

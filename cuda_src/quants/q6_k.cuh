@@ -67,7 +67,7 @@ struct WideQ6 {
         load_vectors(aligned + 64 * half, offset, low);
         load_vectors(aligned + 64 * half + 32, offset, high);
         load_vectors(aligned + 128 + 32 * half, offset, qh);
-        load_words(block + 192 + 8 * half, s);
+        load_words(aligned_down<4>(block) + 192 + 8 * half, (offset & 3u) * 8u, s);
         d = load_u16(block + 208);
         scales = __byte_perm(s[0], s[1], unit ? 0x7531 : 0x6420);
 #pragma unroll
