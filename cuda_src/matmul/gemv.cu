@@ -6,6 +6,14 @@
 // -DFORMAT_A (and _B, _C for matrices of other formats) name of a format; -D of matmul/product.cuh. Moves the bytes of
 // the matrices, once per tile of tokens.
 
+#if TOKEN_TILE == 1 && LANE_ROWS <= 2
+#define WEIGHTS_HERE
+#define EARLY_WORDS 32
+#define READY [] { follow_predecessor(); }
+#else
+#define READY Nothing()
+#endif
+
 #include "matmul/ahead.cuh"
 #include "matmul/product.cuh"
 
@@ -19,8 +27,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
          float scale, int add, int width, int n_tokens) {
     PICK_MATRIX(m, (int)blockIdx.x);
     fetch_rows_ahead(m, BLOCK_WARPS * (32 / ROW_LANES) * LANE_ROWS, width);
+#ifndef WEIGHTS_HERE
     follow_predecessor();
+#endif
     ActView x = {x_f32, x_values, x_scales, x_sums, width};
     Finish finish = {row_scale, scale, add};
-    product_of_kind(m, finish, x, n_tokens);
+    product_of_kind(m, finish, x, n_tokens, READY);
 }

@@ -31,22 +31,20 @@ __device__ __forceinline__ bool norm_has(int j, int i) {
     return part && ((i + 1) * NORM_STEP <= NORM_WIDTH || norm_column(j, i) < NORM_WIDTH);
 }
 
-// The norm's weights of the lane's columns. The compiler loads them after the wait, from the second-level cache.
+// The norm's weights of the lane's columns.
 __device__ __forceinline__ void load_norm(float (&factor)[NORM_EACH][4], const float* weights) {
 #pragma unroll
     for (int j = 0; j < NORM_EACH; j++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             factor[j][i] = 0.0f;
-            if (norm_has(j, i)) factor[j][i] = load_constant(weights + norm_column(j, i));
+            if (norm_has(j, i)) factor[j][i] = load_constant_here(weights + norm_column(j, i));
         }
 }
 
-// The row `x`, normed, to shared memory, by all threads of the block; BLOCKS: and its 8-bit form. The blocks of the x axis
-// together leave it in row `row` of the activation `out`, `act` too.
+// The row `x`, normed, to shared memory, by all threads of the block; BLOCKS: and its 8-bit form.
 template <bool BLOCKS>
-__device__ __forceinline__ void norm_row(NormedRow& s, const float* x, const float (&factor)[NORM_EACH][4], float eps,
-                                         float* out, const ActOut& act, i64 row) {
+__device__ __forceinline__ void norm_row(NormedRow& s, const float* x, const float (&factor)[NORM_EACH][4], float eps) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     float v[NORM_EACH][4];
 #pragma unroll
@@ -76,6 +74,13 @@ __device__ __forceinline__ void norm_row(NormedRow& s, const float* x, const flo
                 if (BLOCKS) store_act_block(ActOut{s.values, s.scales, s.sums}, 0, NORM_WIDTH, c / ACT_BLOCK, s.f32[c]);
             }
     __syncthreads();
-    for (int b = blockIdx.x * BLOCK_WARPS + warp; b < NORM_WIDTH / ACT_BLOCK; b += gridDim.x * BLOCK_WARPS)
+}
+
+// The blocks of the x axis together leave the row in row `row` of the activation `out`, `act`, by their warps from `first`
+// on: after what others wait for.
+__device__ __forceinline__ void leave_normed(const NormedRow& s, float* out, const ActOut& act, i64 row, int first = 0) {
+    int lane = threadIdx.x & 31, warp = (int)(threadIdx.x >> 5) - first, n = BLOCK_WARPS - first;
+    if (warp < 0) return;
+    for (int b = blockIdx.x * n + warp; b < NORM_WIDTH / ACT_BLOCK; b += gridDim.x * n)
         store_column(out + row * NORM_WIDTH, act, row, NORM_WIDTH, b * ACT_BLOCK + lane, true, s.f32[b * ACT_BLOCK + lane]);
 }

@@ -5,8 +5,9 @@
 #include "matmul/matrices.cuh"
 #include "matmul/rows.cuh"
 
-template <class F>
-__device__ __forceinline__ void product(const Matrix& m, const Finish& finish, const ActView& x, int n_tokens) {
+// ready(): called once by all threads, after the first weights are asked for; x may be read from then on.
+template <class F, class Ready>
+__device__ __forceinline__ void product(const Matrix& m, const Finish& finish, const ActView& x, int n_tokens, Ready ready) {
     int lane = threadIdx.x & 31, sub = lane % ROW_LANES;
     int group = (threadIdx.x >> 5) * (32 / ROW_LANES) + lane / ROW_LANES;
     int first = ((blockIdx.x - m.first) * BLOCK_WARPS * (32 / ROW_LANES) + group) * LANE_ROWS;
@@ -19,7 +20,7 @@ __device__ __forceinline__ void product(const Matrix& m, const Finish& finish, c
 #pragma unroll
     for (int t = 0; t < TOKEN_TILE; t++) tokens[t] = min(first_token + t, n_tokens - 1);
     float acc[LANE_ROWS][TOKEN_TILE];
-    row_dots<F, ROW_LANES, LANE_ROWS, TOKEN_TILE>(rows, x, tokens, n_tokens - first_token, sub, acc);
+    row_dots<F, ROW_LANES, LANE_ROWS, TOKEN_TILE>(rows, x, tokens, n_tokens - first_token, sub, acc, ready);
 #pragma unroll
     for (int r = 0; r < LANE_ROWS; r++) {
 #pragma unroll
@@ -32,12 +33,14 @@ __device__ __forceinline__ void product(const Matrix& m, const Finish& finish, c
 }
 
 // The same for the type of the matrix.
-__device__ __forceinline__ void product_of_kind(const Matrix& m, const Finish& finish, const ActView& x, int n_tokens) {
+template <class Ready = Nothing>
+__device__ __forceinline__ void product_of_kind(const Matrix& m, const Finish& finish, const ActView& x, int n_tokens,
+                                                Ready ready = {}) {
 #ifdef FORMAT_C
-    if (m.kind == 2) return product<FORMAT_C>(m, finish, x, n_tokens);
+    if (m.kind == 2) return product<FORMAT_C>(m, finish, x, n_tokens, ready);
 #endif
 #ifdef FORMAT_B
-    if (m.kind == 1) return product<FORMAT_B>(m, finish, x, n_tokens);
+    if (m.kind == 1) return product<FORMAT_B>(m, finish, x, n_tokens, ready);
 #endif
-    product<FORMAT_A>(m, finish, x, n_tokens);
+    product<FORMAT_A>(m, finish, x, n_tokens, ready);
 }

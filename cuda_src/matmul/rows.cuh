@@ -16,6 +16,11 @@
 #define STAGE_WORDS 32
 #endif
 
+// Most words that a lane asks for before it is ready() for them: they take registers from what is done until then.
+#ifndef EARLY_WORDS
+#define EARLY_WORDS 64
+#endif
+
 // Threads that a multiprocessor must be able to hold, which bounds a thread's registers: loads in flight hide the latency
 // of memory, and more warps have more of them.
 #ifndef RESIDENT_THREADS
@@ -46,7 +51,7 @@ __device__ __forceinline__ void integer_dots(const u8* const (&rows)[R], const A
             }
         }
     };
-    constexpr bool EARLY = !IsSame<Ready, Nothing>::value;
+    constexpr bool EARLY = !IsSame<Ready, Nothing>::value && WORDS <= EARLY_WORDS;
     if constexpr (EARLY) load_stage(lane);
     ready();
     for (int first = lane; first < n_spans; first += L * DEPTH) {
@@ -84,29 +89,50 @@ __device__ __forceinline__ void integer_dots(const u8* const (&rows)[R], const A
     }
 }
 
-template <class F, int L, int R, int T>
+// Eight elements of the rows, w[r], from chunk c on, times those of the tokens.
+template <int R, int T>
+__device__ __forceinline__ void add_chunk(const float (&w)[R][8], const ActView& x, const int (&tokens)[T], int n_tokens, int c,
+                                          float (&acc)[R][T]) {
+#pragma unroll
+    for (int t = 0; t < T; t++) {
+        if (T == 1 || t < n_tokens) {
+            const float4* at = (const float4*)(x.f32 + (i64)tokens[t] * x.width) + 2 * c;
+            float4 a = at[0], b = at[1];
+            float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+#pragma unroll
+                for (int i = 0; i < 8; i++) acc[r][t] = fmaf(w[r][i], v[i], acc[r][t]);
+            }
+        }
+    }
+}
+
+template <class F, int L, int R, int T, class Ready>
 __device__ __forceinline__ void float_dots(const u8* const (&rows)[R], const ActView& x, const int (&tokens)[T],
-                                           int n_tokens, int lane, float (&acc)[R][T]) {
+                                           int n_tokens, int lane, Ready ready, float (&acc)[R][T]) {
     constexpr int DEPTH = R * T == 1 ? 8 : 2;  // routers of one token: all of a row's loads in flight
-    int n_chunks = x.width / 8;
+    constexpr bool EARLY = !IsSame<Ready, Nothing>::value && R == 1;
+    int n_chunks = x.width / 8, begin = lane;
+    if constexpr (EARLY) {
+        float w[8][1][8];
+#pragma unroll
+        for (int d = 0; d < 8; d++)
+            if (lane + d * L < n_chunks) F::load8(rows[0] + (i64)(lane + d * L) * 8 * F::BYTES, w[d][0]);
+        ready();
+#pragma unroll
+        for (int d = 0; d < 8; d++)
+            if (lane + d * L < n_chunks) add_chunk<1, T>(w[d], x, tokens, n_tokens, lane + d * L, acc);
+        begin = lane + 8 * L;
+    } else {
+        ready();
+    }
 #pragma unroll DEPTH
-    for (int c = lane; c < n_chunks; c += L) {
+    for (int c = begin; c < n_chunks; c += L) {
         float w[R][8];
 #pragma unroll
         for (int r = 0; r < R; r++) F::load8(rows[r] + (i64)c * 8 * F::BYTES, w[r]);
-#pragma unroll
-        for (int t = 0; t < T; t++) {
-            if (T == 1 || t < n_tokens) {
-                const float4* at = (const float4*)(x.f32 + (i64)tokens[t] * x.width) + 2 * c;
-                float4 a = at[0], b = at[1];
-                float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-                for (int r = 0; r < R; r++) {
-#pragma unroll
-                    for (int i = 0; i < 8; i++) acc[r][t] = fmaf(w[r][i], v[i], acc[r][t]);
-                }
-            }
-        }
+        add_chunk<R, T>(w, x, tokens, n_tokens, c, acc);
     }
 }
 
@@ -120,8 +146,7 @@ __device__ __forceinline__ void row_dots(const u8* const (&rows)[R], const ActVi
         for (int t = 0; t < T; t++) acc[r][t] = 0.0f;
     }
     if constexpr (F::IS_FLOAT) {
-        ready();
-        float_dots<F, L, R, T>(rows, x, tokens, n_tokens, lane, acc);
+        float_dots<F, L, R, T>(rows, x, tokens, n_tokens, lane, ready, acc);
     } else {
         integer_dots<F, L, R, T>(rows, x, tokens, n_tokens, lane, ready, acc);
     }

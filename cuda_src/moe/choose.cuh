@@ -104,7 +104,7 @@ __device__ __forceinline__ void apply_gate(float (&p)[PER_LANE], int gating) {
     }
 }
 
-// One warp: logits of a token (logit(e) gives that of expert e) to ids and weights, [top_k] each.
+// One warp: logits of a token (logit(i, e) gives that of expert e, the lane's i-th) to ids and weights, [top_k] each.
 template <typename Logit>
 __device__ __forceinline__ void choose_experts(const Routing& r, Chosen& chosen, int* ids, float* weights, Logit logit) {
     int lane = threadIdx.x & 31;
@@ -113,7 +113,7 @@ __device__ __forceinline__ void choose_experts(const Routing& r, Chosen& chosen,
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
         int e = i * 32 + lane;
-        float v = e < r.n_experts ? logit(e) : NEGATIVE_INFINITY;
+        float v = e < r.n_experts ? logit(i, e) : NEGATIVE_INFINITY;
         p[i] = q[i] = v == v ? v : NEGATIVE_INFINITY;
     }
     apply_gate(p, r.gating);
@@ -141,6 +141,7 @@ __device__ __forceinline__ void choose_experts(const Routing& r, Chosen& chosen,
     }
     __syncwarp();
     float sum = 0.0f, most = NEGATIVE_INFINITY, factor = 1.0f;
+#pragma unroll 4
     for (int k = 0; k < r.top_k; k++) {
         sum += chosen.weights[k];
         most = fmaxf(most, chosen.weights[k]);

@@ -56,6 +56,7 @@ def test_equal_to_launches_of_their_own(
     compare(got, case.expected(inputs), case.tolerance, case.tolerances)
     waits = len(inputs["x"]) <= 4 and "too wide" not in case.name
     assert ("rms_norm" in emulator.launched) != waits
+    assert all(not words.any() for words in ops.choose_experts.posted.values())
     monkeypatch.setattr(ops, "choose_experts", choose_by_two_launches)
     emulator.launched.clear()
     apart = case.run(ops, inputs | {"waits": False})  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def router_kernel(n_experts: int, tile: int, norm_width: int = 0) -> Kernel:
     """Router and choice for `tile` tokens a block; norm_width: of their norm, where it has not been made."""
     signature = (
         f"x: f32*, norm_weight: f32*, norm_eps: f32, normed: f32*, {ACT_SIGNATURE}, weight: *, weight_bias: f32*,"
-        "weight_scale: f32, logits: f32*, arrivals: *, bias: f32*, ids: i32*, weights: f32*, width: i32, n_tokens: i32,"
+        "weight_scale: f32, logits: f32*, posted: *, bias: f32*, ids: i32*, weights: f32*, width: i32, n_tokens: i32,"
         "n_experts: i32, top_k: i32, gating: i32, n_groups: i32, n_groups_used: i32, renormalise: i32, scale: f32"
     )
     defines = route_kernel(n_experts).defines | {
@@ -107,11 +107,12 @@ def choose_by_two_launches(
 class Router:
     """The verb `choose_experts`: one launch for few tokens, with their norm where that is still to be made.
 
-    Owns the counters by which blocks find out who is last.
+    Owns the words by which blocks tell each other their logits.
     """
 
     def __init__(self) -> None:
-        self._arrivals: Any = None
+        self.posted: dict[int, Any] = {}
+        """By number of experts: zeros before and after each launch."""
 
     def __call__(
         self,
@@ -129,10 +130,10 @@ class Router:
         if router.format.name != "f32" or n_tokens > MAX_ROUTER_TOKENS:
             choose_by_two_launches(x, router, router_bias, logits, spec, bias, ids, weights)
             return
-        if self._arrivals is None:
+        if n_experts not in self.posted:
             import cupy
 
-            self._arrivals = cupy.zeros(MAX_ROUTER_TOKENS, np.uint32)
+            self.posted[n_experts] = cupy.zeros(MAX_ROUTER_TOKENS * n_experts, np.uint32)
         norm, tile = pending_norm(x), 1 if n_tokens <= 8 else 2
         before: tuple[Any, ...] = (x.f32, None, 0.0, None, None, None, None)
         if norm is not None:
@@ -142,7 +143,7 @@ class Router:
             (ceil_div(n_experts, _ROUTER_WARPS), ceil_div(n_tokens, tile)),
             (32 * _ROUTER_WARPS,),
             (
-                *before, router.data, router_bias, router.factor, logits, self._arrivals, bias, ids, weights, width,
-                n_tokens, *_choice(spec, n_experts),
+                *before, router.data, router_bias, router.factor, logits, self.posted[n_experts], bias, ids, weights,
+                width, n_tokens, *_choice(spec, n_experts),
             ),
         )  # fmt: skip
