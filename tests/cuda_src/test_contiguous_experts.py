@@ -116,7 +116,7 @@ def test_they_compile() -> None:
         moe_kernels.up_kernel("q4_k", "q4_k", 1, *moe.up_shape(1, 1)),
         moe_kernels.down_kernel("q6_k", 1, *moe.down_shape("q6_k", 768, 1, 16)),
         moe_kernels.up_matrix_kernel("q4_k", "q4_k", moe_kernels.up_matrix_shape(2.0)),
-        moe_kernels.down_matrix_kernel("q6_k", moe_kernels.down_matrix_shape(100.0)),
+        moe_kernels.down_matrix_kernel("q6_k", moe_kernels.down_matrix_shape(100.0, "q6_k")),
     ]
     assert layout.n_pages == 7
     for kernel in map(paging.contiguous_kernel, kernels):

@@ -323,7 +323,7 @@ def _matrix_shapes(
     """Of gate_up and of down, on tensor cores."""
     up_formats = [p.format for p in (gate, up) if p is not None]
     shape = with_ring(up_matrix_shape(load), up_formats, up.n_in)
-    return shape, with_ring(down_matrix_shape(load), [down.format], down.n_in)
+    return shape, with_ring(down_matrix_shape(load, down.format.name), [down.format], down.n_in)
 
 
 def experts_kernels(

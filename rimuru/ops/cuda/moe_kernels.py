@@ -38,6 +38,10 @@ SPAN_FORMATS = ("q4_k", "q5_k", "q6_k")
 LEAN_FORMATS = ("q6_k", "q4_0")
 """Types whose down kernel of single assignments does with 64 registers, if it has to: a third more threads."""
 
+LEAN_STRIPS = ("q4_k", "q6_k")
+"""Types whose strips of 8 tokens have half as many threads more in the down kernel. Others had them in e92052d, since
+when DeepSeek-V2-Lite with 32 streams was a tenth slower: they lack the registers."""
+
 _ITEMS = "items: *, item_pages: i64*, n_items: i32*, order: i32*, ids: i32*, active: bool*, n_experts: i32, top_k: i32"
 _PAGES = "addresses: i64*, n_pages: i32"
 _UP_PAGES = (
@@ -162,17 +166,17 @@ def up_matrix_shape(load: float) -> Shape:
     return _matrix_shape(load, ahead=True)
 
 
-def down_matrix_shape(load: float) -> Shape:
+def down_matrix_shape(load: float, down: str) -> Shape:
     """The tensor-core kernel of down, with the tokens of up_matrix_shape: both go through one list of items."""
-    return _matrix_shape(load, ahead=False)  # short rows: fewer registers, so fewer spills, are worth more
+    shape = _matrix_shape(load, ahead=False)  # short rows: fewer registers, so fewer spills, are worth more
+    # Without loads ahead, more threads hide as much. Measured for 8 tokens; other types then lack registers.
+    return replace(shape, resident=768) if shape.tokens == 8 and down in LEAN_STRIPS else shape
 
 
 def _matrix_shape(load: float, ahead: bool) -> Shape:
     if load <= MAX_STRIP_LOAD:
         tokens = 8 if load <= 6 else 16 if load <= 12 else 32
-        # Without loads ahead, more threads hide as much; measured for 8 tokens.
-        resident = 768 if tokens == 8 and not ahead else 512
-        return Shape("strip", 16 * STRIP_WARPS, tokens, staged=True, ahead=ahead, resident=resident)
+        return Shape("strip", 16 * STRIP_WARPS, tokens, staged=True, ahead=ahead)
     return Shape("tile", 128, 64 if load <= 80 else 128)
 
 
