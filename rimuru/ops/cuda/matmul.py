@@ -33,6 +33,9 @@ TOKEN_TILE = 8
 MAX_NORM_BLOCKS = 800
 """Most blocks of a launch that norm its input, each for itself: two rounds of them on a large card."""
 
+WIDE_DOTS = ("q6_k",)
+"""Types of which a lane takes 64 weights at a time (cuda_src/quants/q6_k.cuh), at every number of tokens."""
+
 MIN_F32_TILE_TOKENS = 1024
 """From this many tokens on float32 matrices are multiplied in tiles."""
 
@@ -120,6 +123,8 @@ def gemv_kernel(formats: tuple[str, ...], tile: int, lanes: int, rows: int) -> K
     defines = format_defines(formats) | {
         "TOKEN_TILE": tile, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": _GEMV_WARPS,
     }  # fmt: skip
+    if set(WIDE_DOTS) & set(formats):
+        defines["WIDE_DOTS"] = 1
     signature = f"x_f32: f32*, x_values: i8*, x_scales: f32*, x_sums: i32*, {_MATRIX}, {_FINISH}"
     return Kernel("matmul/gemv.cu", "gemv", signature, defines)
 
@@ -312,6 +317,8 @@ def linear_kernels(weights: Sequence[Weight], max_tokens: int, deterministic: bo
 def _gemv_shape(format_name: str, n_rows: int, n_in: int, n_tokens: int) -> tuple[int, int, int]:
     """(tokens of a tile, lanes a row, rows a lane) of the integer kernel."""
     tile, rows = token_tile(n_tokens), gemv_rows(n_rows, n_tokens)
+    if format_name in WIDE_DOTS:
+        rows = min(rows, 2)  # registers
     if format_name == "f32" and n_tokens <= 64:  # routers have few rows: blocks of few tokens fill more of the device
         tile = min(tile, 1 if n_tokens <= 8 else 2)
     return tile, row_lanes(n_in, format_name), rows
