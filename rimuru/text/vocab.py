@@ -22,6 +22,8 @@ _END_TEXTS = _END_OF_TURN_TEXTS + (
     "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "</s>", "<|eom_id|>", "[EOS]", "<eos>", "<turn|>",
     "<|tool_response>", "[e~[",
 )  # fmt: skip
+_GLM_ENDS = ("<|user|>", "<|observation|>")
+"""The next turn's beginning ends an answer of GLM; the file's keys need not name both."""
 _GUESSED_TEXTS = {
     "eot": _END_OF_TURN_TEXTS,
     "eom": ("<|eom_id|>",),
@@ -137,6 +139,10 @@ def _classify(
 ) -> Vocab:
     ends = {special_ids[role] for role in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep") if role in special_ids}
     ends |= {ids[text] for text in _END_TEXTS if text in ids}
+    if "[gMASK]" in ids:
+        ends |= {ids[text] for text in _GLM_ENDS if text in ids}
+    if "<|role_end|>" in ids and "<|role_start|>" not in ids:  # Ling; beside the other it ends a heading
+        ends.add(ids["<|role_end|>"])
     shown: set[int] = {ids[text] for text in _MARK_TEXTS if text in ids}
     guessed = {special_ids[role] for role in _GUESSED_TEXTS if role in special_ids}
     control = {i for i, kind in enumerate(types[: len(tokens)]) if kind in (CONTROL, UNKNOWN)} | ends | guessed

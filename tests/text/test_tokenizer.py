@@ -248,6 +248,21 @@ def test_end_of_generation_set(tmp_path: Path) -> None:
     assert texts == {"<|eot_id|>", "<|fim_pad|>", "</s>", "<|end|>"}
 
 
+@pytest.mark.parametrize(
+    ("specials", "ends"),
+    [
+        (("[gMASK]", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),
+         {"<|user|>", "<|observation|>", "<|endoftext|>"}),
+        (("<s>", "<|user|>", "<|assistant|>", "</s>"), {"</s>"}),
+        (("<role>", "</role>", "<|role_end|>", "<|endoftext|>"), {"<|role_end|>", "<|endoftext|>"}),
+        (("<|role_start|>", "<|role_end|>", "</s>"), {"</s>"}),
+    ],
+)  # fmt: skip
+def test_ends_that_a_family_has_beside_its_eos(specials: tuple[str, ...], ends: set[str], tmp_path: Path) -> None:
+    tokenizer = byte_level(tmp_path, specials=specials)
+    assert {tokenizer.token_text(i) for i in tokenizer.eog_ids} == ends
+
+
 def test_harmony_tokens(tmp_path: Path) -> None:
     names = ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>")
     tokenizer = byte_level(tmp_path, specials=names)
