@@ -60,6 +60,9 @@ CASES = [
     case(of_types("q8_0", "q8_0", "q5_0"), MoeSpec(4, 2, 96), 352, 7, biases=True),  # rows that end within a step
     case(of_types(None, "mxfp4", "mxfp4"), MoeSpec(4, 2, 288), 288, 17),  # rows at odd addresses; 16 tokens
     case(of_types("nvfp4", "nvfp4", "nvfp4"), MoeSpec(4, 2, 128), 192, 9, factors=True, active=True),
+    case(
+        of_types("q4_k", "q4_k", "q4_k"), MoeSpec(4, 2, 256), 1280, 30
+    ),  # 32 tokens, one slot, two pieces of activations
     case(of_types("f16", "f16", "q8_0"), MoeSpec(3, 2, 64), 288, 9, repeated=True),
 ]
 
