@@ -39,9 +39,11 @@ __device__ __forceinline__ const char* kv_rows(const KvView& kv, int seq, int he
     return at + (long long)row * kv.key_row_bytes;
 }
 
-// State page of a sequence; null where it has none (padding).
+// State page of a sequence; null where it has none (padding). EARLY: before follow_predecessor().
+template <bool EARLY = false>
 __device__ __forceinline__ float* state_page(char* pool, long long page_bytes, const int* pages, int stride, int seq,
                                              int column) {
-    int page = pages[(long long)seq * stride + column];
+    const int* entry = pages + (long long)seq * stride + column;
+    int page = EARLY ? load_early(entry) : *entry;
     return page < 0 ? nullptr : (float*)(pool + page * page_bytes);
 }

@@ -47,16 +47,21 @@ struct Taps {
         long long page_bytes, int columns, int column, int channels, int silu_after
 
 extern "C" __global__ void conv_step(CONV_PARAMETERS) {
-    follow_predecessor();
+    // Batch and state were there before the step began.
     int c = blockIdx.x * blockDim.x + threadIdx.x, seq = blockIdx.y;
-    if (c >= channels) return;
-    long long token = query_start[seq];
-    char* state = (char*)state_page(pool, page_bytes, pages, columns, seq, column);
-    if (!state) return;
+    long long token = load_early(query_start + seq);
+    char* state = (char*)state_page<true>(pool, page_bytes, pages, columns, seq, column);
+    if (!state || c >= channels) {
+        follow_predecessor();
+        return;
+    }
     float x[TAPS];
-    bool zero = fresh[seq];
+    bool zero = load_early(fresh + seq);
 #pragma unroll
-    for (int i = 0; i < CARRIED; i++) x[i] = zero ? 0.0f : ((float*)(state + i * page_bytes))[c];
+    for (int i = 0; i < CARRIED; i++)
+        x[i] = zero ? 0.0f : __int_as_float(load_early((const int*)(state + i * page_bytes) + c));
+    fetch_line_ahead(weight + (long long)c * TAPS);
+    follow_predecessor();
     x[CARRIED] = u[token * channels + c];
     out[token * channels + c] = Taps(weight, bias, c).convolve(x, silu_after);
 #pragma unroll

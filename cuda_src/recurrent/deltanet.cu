@@ -9,7 +9,7 @@
 //                chunks, copied while the chunk before is worked on; the next token's q and k are in registers before this
 //                one's sums are. The dot product with q is no part of the chain from token to token.
 //                form RAW: the inputs are as the convolution left them, and blocks prepare them for themselves (single
-//                tokens); WITH_LOGS: as delta_prepare leaves them for delta_chunks.cu, which does the sequences of `limit`
+//                tokens: states are of an earlier step, and asked for before the kernel before has ended); WITH_LOGS: as delta_prepare leaves them for delta_chunks.cu, which does the sequences of `limit`
 //                tokens and more of this step.
 //
 // -D  DIM (head dim, multiple of 8);  TILED 0: key head h / (Hv / Hk), 1: h % Hk
@@ -115,11 +115,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
               const bool* fresh,             // [S]
               const int* query_start,        // [S + 1]
               long long page_bytes, int columns, int column, int n_key_heads, int n_value_heads, int form, float eps, int limit) {
-    follow_predecessor();
+    if (form != RAW) follow_predecessor();
     __shared__ __align__(16) Chunk chunks[2];
-    int seq = blockIdx.y, start = query_start[seq], n_tokens = query_start[seq + 1] - start;
-    float* page = state_page(pool, page_bytes, pages, columns, seq, column);
-    if (!page || n_tokens <= 0 || n_tokens >= limit) return;
+    // The batch was there before the step began.
+    int seq = blockIdx.y, start = load_early(query_start + seq), n_tokens = load_early(query_start + seq + 1) - start;
+    bool zero = load_early(fresh + seq);
+    float* page = state_page<true>(pool, page_bytes, pages, columns, seq, column);
+    if (!page || n_tokens <= 0 || n_tokens >= limit) {
+        if (form == RAW) follow_predecessor();
+        return;
+    }
     int head = blockIdx.x / PARTS, first_row = blockIdx.x % PARTS * ROWS_A_BLOCK;
     int key_head = TILED ? head % n_key_heads : head / (n_value_heads / n_key_heads);
     Source from;
@@ -133,17 +138,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float* state = page + ((long long)head * DIM + first_row + (mine ? local : 0)) * DIM;
     float* to = out + ((long long)start * n_value_heads + head) * DIM + first_row + local;
     float s[ROWS][EACH];
-    fetch_chunk(chunks[0], from, 0, min(CHUNK, n_tokens));
-    bool zero = fresh[seq];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         if (zero) {
 #pragma unroll
             for (int i = 0; i < EACH; i++) s[r][i] = 0.0f;
         } else {
-            load_row(s[r], state + r * DIM, lane);
+            load_row_early(s[r], state + r * DIM, lane);
         }
     }
+    if (form == RAW) follow_predecessor();
+    fetch_chunk(chunks[0], from, 0, min(CHUNK, n_tokens));
     for (int done = 0, stage = 0; done < n_tokens; done += CHUNK, stage ^= 1) {
         Chunk& chunk = chunks[stage];
         int n = min(CHUNK, n_tokens - done), next = min(CHUNK, n_tokens - done - CHUNK);

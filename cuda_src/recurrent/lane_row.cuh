@@ -1,5 +1,6 @@
 // A row of a recurrent state shared by LANES neighbouring lanes, EACH values in each.
 #pragma once
+#include "common/follow.cuh"
 #include "recurrent/copy_floats.cuh"
 
 #define LANES 8
@@ -21,6 +22,22 @@ __device__ __forceinline__ void load_row(float (&to)[EACH], const float* from, i
     } else {
 #pragma unroll
         for (int i = 0; i < EACH; i++) to[i] = from[element_of<EACH>(lane, i)];
+    }
+}
+
+// The same of global memory before follow_predecessor(): a state that an earlier step left.
+template <int EACH>
+__device__ __forceinline__ void load_row_early(float (&to)[EACH], const float* from, int lane) {
+    if (EACH % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < EACH / 4; i++) {
+            int4 w = load_early((const int4*)(from + i * 4 * LANES + lane * 4));
+            to[4 * i] = __int_as_float(w.x), to[4 * i + 1] = __int_as_float(w.y);
+            to[4 * i + 2] = __int_as_float(w.z), to[4 * i + 3] = __int_as_float(w.w);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) to[i] = __int_as_float(load_early((const int*)from + element_of<EACH>(lane, i)));
     }
 }
 
