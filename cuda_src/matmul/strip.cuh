@@ -123,6 +123,15 @@ __device__ __forceinline__ void multiply_step(const Span<F> (&bytes)[2], int spa
 }
 
 #if STRIP_RING
+// What is in some registers, for products that nobody reads.
+__device__ __forceinline__ uint4 any_value() {
+    uint4 v;
+#if defined(__CUDA_ARCH__)
+    asm("" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w));
+#endif
+    return v;
+}
+
 // The same as strip_pass below.
 template <class F, bool LOWER, bool UPPER, class XRow, class Ready>
 __device__ __forceinline__ void ring_pass(const u8* lower_row, const u8* upper_row, const __half* x, int width, XRow x_row,
@@ -151,8 +160,11 @@ __device__ __forceinline__ void ring_pass(const u8* lower_row, const u8* upper_r
             __syncwarp();  // and all have read what is now written over
             ring.template ask<LOWER, UPPER>();
             const __half* x_step = x_lane + (step - first) * 4 * SPAN_HALVES;
+            // Lanes whose token there is not do not read: shared memory serves 8 lanes at a time, and is what is short.
             auto x_at = [&](int j, int i, int h) {
-                return *(const uint4*)(x_step + j * 8 * TOKEN_HALVES + i * 16 + h * 8);
+                uint4 v = any_value();
+                if (j * 8 + g < n_tokens) v = *(const uint4*)(x_step + j * 8 * TOKEN_HALVES + i * 16 + h * 8);
+                return v;
             };
             multiply_step<F, LOWER, UPPER>(bytes, step * 4 + t, n_pieces, magic, n_tokens, x_at, [] {}, sums);
         }

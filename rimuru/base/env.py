@@ -27,10 +27,10 @@ def dependent_launches() -> bool:
     return _flag("RIMURU_DEPENDENT_LAUNCH", True)
 
 
-def wide_experts() -> bool:
-    """RIMURU_WIDE_EXPERTS=1: experts' kernels take more of a row at a time: on tensor cores through shared memory, with
-    few tokens by fewer lanes. Off until a card has shown that it is faster."""
-    return _flag("RIMURU_WIDE_EXPERTS", False)
+def wide_experts(kind: str) -> bool:
+    """RIMURU_WIDE_EXPERTS=strips,dots: experts' kernels of these kinds take more of a row at a time: strips on tensor
+    cores by way of shared memory, dots by fewer lanes a row. Off until a card has shown what is faster."""
+    return kind in os.environ.get("RIMURU_WIDE_EXPERTS", "").split(",")
 
 
 def poison_free_pages() -> bool:

@@ -73,7 +73,7 @@ def test_rings_give_the_same_bits(case: Case, launched: list[Kernel], monkeypatc
     inputs, ops = case.inputs(), emulate.EmulatedOps()
     without = case.run(ops, inputs)  # type: ignore[arg-type]
     assert not any("STRIP_RING" in kernel.defines for kernel in launched)
-    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "1")
+    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "strips")
     launched.clear()
     found = case.run(ops, inputs)  # type: ignore[arg-type]
     rings = [kernel.name for kernel in launched if "STRIP_RING" in kernel.defines]
@@ -96,7 +96,7 @@ def test_few_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Right, and equal by one kernel and by two; the same for every token whatever else is in the batch."""
-    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "1")
+    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "dots")
     spec = MoeSpec(5, 2, width)
     chosen = case(of_types("q6_k", "q6_k", down), spec, 512, n_tokens)
     inputs, ops = chosen.inputs(), emulate.EmulatedOps()
@@ -113,7 +113,7 @@ def test_few_tokens(
 @emulated
 def test_wide_results_do_not_depend_on_the_batch(launched: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, and with others, sorted, in tiles of tokens."""
-    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "1")
+    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "dots")
     ops: Any = emulate.EmulatedOps(deterministic=True)
     spec = MoeSpec(3, 2, 768)
     chosen = case(of_types("q4_k", "q4_k", "q6_k"), spec, 256, 14)
@@ -147,7 +147,7 @@ def ring_shape(name: str, load: float, n_in: int) -> moe_kernels.Shape:
 @pytest.mark.parametrize("fmt", ENGINE_FORMATS, ids=lambda fmt: fmt.name)
 def test_a_ring_holds_every_step_and_fits(fmt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever a row starts, the whole 16 bytes that a step lies in; rows an odd number of them apart."""
-    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "1")
+    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "strips")
     step_bytes = 256 // fmt.block_elements * fmt.block_bytes
     unit = np.gcd(fmt.block_bytes, 16) if not fmt.is_float else 16
     starts = np.arange(0, 16, unit)
@@ -163,7 +163,7 @@ def test_a_ring_holds_every_step_and_fits(fmt: Any, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("architecture", [80, 90, 120])
 @pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0", "mxfp4"])
 def test_they_compile(name: str, architecture: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "1")
+    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "strips")
     for load in (2, 8):
         up = moe_kernels.up_matrix_kernel(name, name, ring_shape(name, load, 2048), listed=True)
         down = moe_kernels.down_matrix_kernel(name, ring_shape(name, load, 768), listed=True)

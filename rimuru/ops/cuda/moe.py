@@ -208,7 +208,7 @@ class _Left:
         call, down, buffers = self.call, self.down, self.call.buffers
         (n_tokens, top_k), n_experts = self.ids.shape, call.table.layout.n_experts
         lanes, rows, resident = down_shape(down.format.name, down.n_in, 1, n_tokens)
-        kernel = down_sum_kernel(down.format.name, lanes, rows, resident, top_k, call.scaled, env.wide_experts())
+        kernel = down_sum_kernel(down.format.name, lanes, rows, resident, top_k, call.scaled, env.wide_experts("dots"))
         kernel(
             (ceil_div(down.n_rows, 32 // lanes * rows), n_tokens),
             (32 * int(kernel.defines["BLOCK_WARPS"]),),
@@ -257,7 +257,7 @@ def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: Projection
     lanes, rows, resident = up_shape(tile, n_tokens)
     x_forms = (None, None, None) if quant is None else (quant.values, quant.scales, quant.sums)
     hidden_forms = (buffers.values, buffers.scales, buffers.sums)
-    wide = env.wide_experts()
+    wide = env.wide_experts("dots")
     up_kernel(gate_name, up.format.name, tile, lanes, rows, resident, call.scaled, call.listed, wide)(
         (ceil_div(up.n_rows, ACT_BLOCK), call.max_items),
         (32 * lanes // rows,),
@@ -286,7 +286,7 @@ def up_shape(tile: int, n_tokens: int) -> tuple[int, int, int]:
 def down_shape(format_name: str, n_in: int, tile: int, n_tokens: int) -> tuple[int, int, int]:
     """(lanes a row, rows a lane, resident threads) of the down kernel; the lanes depend on the width only (order of
     sums)."""
-    if env.wide_experts() and n_in <= 1024 and format_name in SPAN_FORMATS and 0 < n_in // 64 % 8 <= 4:
+    if env.wide_experts("dots") and n_in <= 1024 and format_name in SPAN_FORMATS and 0 < n_in // 64 % 8 <= 4:
         # Eight lanes would have nothing for half of them in the last round.
         return 4, 1 if n_tokens == 1 else 2, 768 if tile == 1 and n_tokens > 1 else 512
     resident = 1024 if format_name in LEAN_FORMATS else 768
@@ -334,7 +334,7 @@ def experts_kernels(
     assert up is not None and down is not None
     gate_name = None if gate is None else gate.format.name
     found: dict[int, Kernel] = {}
-    lists, wide = layout.n_pages <= _ITEM_PAGES, env.wide_experts()
+    lists, wide = layout.n_pages <= _ITEM_PAGES, env.wide_experts("dots")
     for n_tokens in range(1, max_tokens + 1):
         load = n_tokens * spec.top_k / layout.n_experts
         if _has_halves(n_tokens, spec, up.n_in, deterministic):

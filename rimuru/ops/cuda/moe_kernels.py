@@ -187,7 +187,7 @@ def ring_chunk_bytes(tokens: int, chunk: int) -> int:
 
 def with_ring(shape: Shape, formats: Sequence[QuantFormat], n_in: int) -> Shape:
     """The shape with packed weights by way of shared memory, where that is asked for and they fit."""
-    if shape.family != "strip" or not env.wide_experts():
+    if shape.family != "strip" or not env.wide_experts("strips"):
         return shape
     n_pieces = ceil_div(n_in, 32)
     chunk = min(strip_chunk(shape.tokens), align_up(n_pieces, 16))
