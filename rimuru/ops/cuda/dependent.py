@@ -41,7 +41,7 @@ def waits_for_predecessor(text: str, name: str) -> bool:
     for part in re.split(r'extern\s+"C"', text)[1:]:
         head, _, body = part.partition("{")
         if re.search(rf"\b{name}\s*\(", head):
-            return re.search(r"^\s*follow_predecessor\(\);", body, flags=re.M) is not None
+            return re.search(r"^[^/\n]*\bfollow_predecessor\(\);", body, flags=re.M) is not None  # not in a comment
     return False
 
 
