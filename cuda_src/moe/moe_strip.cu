@@ -17,6 +17,9 @@
 #include "common/math.cuh"
 #include "matmul/strip.cuh"
 
+// Whose sums these are is found out beside the copies of weights, where registers allow.
+#define ASKS_EARLY (STRIP_RING && TOKEN_TILES == 1)
+
 #ifdef FORMAT_UP
 
 extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
@@ -54,10 +57,10 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     auto ask = [&] { tokens.ask(order, item, x_scales, top_k, [](int j, int c) { return strip_token(j, c); }); };
     auto x_row = [&](int i) { return item_assignment(order, item, i) / top_k; };
     auto ready = [&] {
-        if (STRIP_RING) ask();  // beside the copies; without a ring registers are short
+        if (ASKS_EARLY) ask();
     };
     if (!strip_product<FORMAT_GATE, FORMAT_UP>(lower, upper, x, width, x_row, item.count, shared, ready, sums)) return;
-    if (!STRIP_RING) ask();
+    if (!ASKS_EARLY) ask();
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) {
 #pragma unroll
@@ -114,11 +117,11 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     auto x_row = [&](int i) { return item_assignment(order, item, i); };
     auto ready = [&] {
         follow_predecessor();
-        if (STRIP_RING) ask();
+        if (ASKS_EARLY) ask();
     };
     if (!strip_product<FORMAT_DOWN, FORMAT_DOWN>(lower, upper, hidden, n_hidden, x_row, item.count, shared, ready, sums))
         return;
-    if (!STRIP_RING) ask();
+    if (!ASKS_EARLY) ask();
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) {
 #pragma unroll

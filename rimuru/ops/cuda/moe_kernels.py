@@ -189,11 +189,15 @@ def with_ring(shape: Shape, formats: Sequence[QuantFormat], n_in: int) -> Shape:
     """The shape with packed weights by way of shared memory, where that is asked for and they fit."""
     if shape.family != "strip" or not env.wide_experts("strips"):
         return shape
-    n_pieces = ceil_div(n_in, 32)
-    chunk = min(strip_chunk(shape.tokens), align_up(n_pieces, 16))
-    pitch = max(map(ring_pitch, formats))
-    left = MAX_SHARED_BYTES - ring_chunk_bytes(shape.tokens, chunk)
-    ring = min(MAX_RING, ceil_div(n_pieces, 8), left // (shape.rows * pitch))
+    n_pieces, pitch = ceil_div(n_in, 32), max(map(ring_pitch, formats))
+    whole = min(strip_chunk(shape.tokens), align_up(n_pieces, 16))
+    slots = {
+        chunk: (MAX_SHARED_BYTES - ring_chunk_bytes(shape.tokens, chunk)) // (shape.rows * pitch)
+        for chunk in (whole, min(whole, 32))
+    }
+    # Between pieces of K the copies of weights come to a stop, which costs less than having one slot only.
+    chunk = next((chunk for chunk, n in slots.items() if n >= 2), whole)
+    ring = min(MAX_RING, ceil_div(n_pieces, 8), slots[chunk])
     return replace(shape, ring=ring, chunk=chunk, pitch=pitch, ahead=False, resident=512) if ring > 0 else shape
 
 
