@@ -20,6 +20,17 @@ __device__ __forceinline__ void scale_head(float* head, const float* weight, flo
     __syncwarp();
 }
 
+__device__ __forceinline__ float inverse_of(float sum, int norm_dim, float eps) { return rsqrtf(warp_sum(sum) / norm_dim + eps); }
+
+// Norm (where weight is given) and rotation (where table is) of a head in shared memory.
+__device__ __forceinline__ void turn_head(float* head, const float* weight, int norm_dim, float inverse, const float* table, int n_rot,
+                                          int rope_first) {
+    bool norm = NORM_KIND != 0 && weight;
+    if (norm && !NORM_LAST) scale_head(head, weight, inverse, norm_dim);
+    if (table) rotate(head + rope_first, table, n_rot);
+    if (norm && NORM_LAST) scale_head(head, weight, inverse, norm_dim);
+}
+
 // One warp: head vector from x to shared memory, norm and rotation there, from there to `back` and to `row` where given.
 // inverse: 1 / rms over the whole row (NORM_KIND 2), else unused.
 // norm_dim: dims that the norm covers. The rotation starts at dim rope_first.
@@ -34,13 +45,10 @@ __device__ __forceinline__ void treat_head(const float* x, float* head, int dim,
         if (i < norm_dim) sum = fmaf(v, v, sum);
     }
     __syncwarp();
-    if (NORM_KIND == 1 && weight) inverse = rsqrtf(warp_sum(sum) / norm_dim + eps);
-    bool norm = NORM_KIND != 0 && weight;
-    if (norm && !NORM_LAST) scale_head(head, weight, inverse, norm_dim);
-    if (table) rotate(head + rope_first, table, n_rot);
-    if (norm && NORM_LAST) scale_head(head, weight, inverse, norm_dim);
+    if (NORM_KIND == 1 && weight) inverse = inverse_of(sum, norm_dim, eps);
+    turn_head(head, weight, norm_dim, inverse, table, n_rot, rope_first);
     for (int i = lane; i < dim; i += 32) {
-        if (back && (norm || table)) back[i] = head[i];
+        if (back && ((NORM_KIND && weight) || table)) back[i] = head[i];
         if (row) store_element(row, i, head[i]);
     }
     __syncwarp();

@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_row_of(char* row, const element_t* from, i
 // The block's query heads to shared memory; where their rows are given, key and value there and to these.
 __device__ __forceinline__ void prepare(Prepared& to, const Raw& raw, int q_stride, char* key_row, char* value_row) {
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n_slots = key_row ? GROUP + 2 : GROUP;
-    float x[SLOTS_EACH][LANE_DIMS];  // all asked for before the first is used
+    float x[SLOTS_EACH][LANE_DIMS], inverse[SLOTS_EACH];  // all asked for before the first is used
 #pragma unroll
     for (int s = 0; s < SLOTS_EACH; s++) {
         int slot = warp + s * WARPS, dim = slot <= GROUP ? KEY_DIM : VALUE_DIM;
@@ -50,23 +50,34 @@ __device__ __forceinline__ void prepare(Prepared& to, const Raw& raw, int q_stri
         for (int j = 0; j < LANE_DIMS; j++) x[s][j] = slot < n_slots && lane + 32 * j < dim ? from[lane + 32 * j] : 0.0f;
     }
 #pragma unroll
-    for (int s = 0; s < SLOTS_EACH; s++)
+    for (int s = 0; s < SLOTS_EACH; s++) {
+        int slot = warp + s * WARPS, norm_dim = slot == GROUP ? raw.k_norm_dim : raw.q_norm_dim;
+        float sum = 0.0f;
 #pragma unroll
-        for (int j = 0; j < LANE_DIMS; j++)
-            if (warp + s * WARPS < n_slots && lane + 32 * j < HEAD_DIM) to.heads[warp + s * WARPS][lane + 32 * j] = x[s][j];
-    for (int slot = warp; slot < n_slots; slot += WARPS) {
-        float* head = to.heads[slot];
-        bool is_key = slot == GROUP;
-        if (slot > GROUP) {
-            for (int i = lane; i < VALUE_DIM; i += 32) store_element((char*)to.value, i, head[i]);
-            __syncwarp();
-            store_row_of(value_row, to.value, VALUE_DIM);
-            continue;
+        for (int j = 0; j < LANE_DIMS; j++) {
+            if (slot < n_slots && lane + 32 * j < HEAD_DIM) to.heads[slot][lane + 32 * j] = x[s][j];
+            if (lane + 32 * j < norm_dim) sum = fmaf(x[s][j], x[s][j], sum);
         }
-        const float* weight = is_key ? raw.k_has_norm ? to.k_norm : nullptr : raw.q_has_norm ? to.q_norm : nullptr;
-        treat_head(head, head, KEY_DIM, weight, is_key ? raw.k_norm_dim : raw.q_norm_dim, 0.0f, raw.eps, raw.rotates ? to.table : nullptr,
-                   raw.n_rot, raw.rope_first, nullptr, is_key ? (char*)to.key : nullptr);
-        if (is_key) store_row_of(key_row, to.key, KEY_DIM);
+        inverse[s] = NORM_KIND ? inverse_of(sum, norm_dim, raw.eps) : 0.0f;  // side by side: a warp has several heads
+    }
+    __syncwarp();
+#pragma unroll
+    for (int s = 0; s < SLOTS_EACH; s++) {
+        int slot = warp + s * WARPS;
+        if (slot >= n_slots) break;
+        float* head = to.heads[slot];
+        bool is_query = slot < GROUP;
+        if (slot <= GROUP) {
+            const float* weight = is_query ? raw.q_has_norm ? to.q_norm : nullptr : raw.k_has_norm ? to.k_norm : nullptr;
+            turn_head(head, weight, is_query ? raw.q_norm_dim : raw.k_norm_dim, inverse[s], raw.rotates ? to.table : nullptr, raw.n_rot,
+                      raw.rope_first);
+        }
+        if (is_query) continue;
+        int dim = slot == GROUP ? KEY_DIM : VALUE_DIM;
+        element_t* stored = slot == GROUP ? to.key : to.value;
+        for (int i = lane; i < dim; i += 32) store_element((char*)stored, i, head[i]);
+        __syncwarp();
+        store_row_of(slot == GROUP ? key_row : value_row, stored, dim);
     }
     __syncthreads();
 }
