@@ -172,9 +172,9 @@ __device__ __forceinline__ void ring_pass(const u8* lower_row, const u8* upper_r
 }
 #else
 // Adds the product over all of K. Rows that are not LOWER or UPPER are not read.
-template <class F, bool LOWER, bool UPPER, class XRow>
+template <class F, bool LOWER, bool UPPER, class XRow, class Ready>
 __device__ __forceinline__ void strip_pass(const u8* lower_row, const u8* upper_row, const __half* x, int width, XRow x_row,
-                                           int n_tokens, __half* shared, StripSums& sums) {
+                                           int n_tokens, __half* shared, Ready ready, StripSums& sums) {
     int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp_k = (threadIdx.x >> 5) / WARPS_N;
     int n_pieces = width / 32, n_steps = (n_pieces + STEP_PIECES - 1) / STEP_PIECES;
     u32 magic = kept_in_register(Span<F>::MAGIC, width);
@@ -186,6 +186,7 @@ __device__ __forceinline__ void strip_pass(const u8* lower_row, const u8* upper_
         }
     };
     if (STRIP_AHEAD) load_step(warp_k);
+    ready();
 #if STRIP_STAGED
     const __half* x_lane = shared + g * TOKEN_HALVES + t * SPAN_HALVES;
     for (int first = 0; first < n_steps; first += CHUNK_PIECES / STEP_PIECES) {
@@ -246,14 +247,13 @@ __device__ __forceinline__ bool strip_product(const u8* lower_row, const u8* upp
     }
     return true;
 #else
-    ready();
     if constexpr (IsSame<FA, FB>::value) {
-        strip_pass<FA, true, true>(lower_row, upper_row, x, width, x_row, n_tokens, shared, sums);
+        strip_pass<FA, true, true>(lower_row, upper_row, x, width, x_row, n_tokens, shared, ready, sums);
     } else {
         // The order of K differs between formats: one pass for each.
-        strip_pass<FA, true, false>(lower_row, upper_row, x, width, x_row, n_tokens, shared, sums);
+        strip_pass<FA, true, false>(lower_row, upper_row, x, width, x_row, n_tokens, shared, ready, sums);
         if (STRIP_STAGED) __syncthreads();
-        strip_pass<FB, false, true>(lower_row, upper_row, x, width, x_row, n_tokens, shared, sums);
+        strip_pass<FB, false, true>(lower_row, upper_row, x, width, x_row, n_tokens, shared, [] {}, sums);
     }
     if constexpr (WARPS_K == 1) return true;
     // partial[k - 1][warp over rows][sum][lane]

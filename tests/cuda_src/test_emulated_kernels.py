@@ -18,6 +18,7 @@ from cases.common import Case
 
 from rimuru.arch.spec import MoeSpec
 from rimuru.ops.base import ExpertTable, Weight
+from rimuru.ops.cuda import matmul
 from rimuru.ops.cuda.launch import Kernel
 
 pytestmark = pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine")
@@ -72,6 +73,19 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case(case: Case) -> None:
     case.check(emulate.EmulatedOps())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "width"), [("q4_k", 2560), ("q6_k", 2048), ("q8_0", 2080)])
+def test_strips_that_load_ahead_give_the_same_bits(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each warp has one step, and where some have two."""
+    case = matmul_cases.linear_case("ahead", [name], [35], width, 7)
+    inputs, found = case.inputs(), []
+    for ahead in (False, True):
+        monkeypatch.setattr(matmul, "STRIP_AHEAD", ahead)
+        matmul.strip_kernel.cache_clear()
+        found.append(case.run(emulate.EmulatedOps(), inputs))  # type: ignore[arg-type]
+    matmul.strip_kernel.cache_clear()
+    assert all(np.array_equal(found[0][key], found[1][key]) for key in found[0])
 
 
 def test_deterministic_results_do_not_depend_on_the_batch() -> None:

@@ -36,6 +36,10 @@ MAX_NORM_BLOCKS = 800
 WIDE_DOTS = ("q6_k",)
 """Types of which a lane takes 64 weights at a time (cuda_src/quants/q6_k.cuh), at every number of tokens."""
 
+STRIP_AHEAD = False
+"""Whether strips of few tokens ask for a step's weights during the step before, and for the first before their input is
+there: to be measured."""
+
 MIN_F32_TILE_TOKENS = 1024
 """From this many tokens on float32 matrices are multiplied in tiles."""
 
@@ -147,7 +151,7 @@ def gemm_kernel(formats: tuple[str, ...], tile_n: int, tile_m: int) -> Kernel:
 
 @cache
 def strip_kernel(formats: tuple[str, ...], tokens: int, warps_n: int, warps_k: int, staged: bool) -> Kernel:
-    defines = format_defines(formats) | strip_defines(tokens, warps_n, warps_k, staged, False)
+    defines = format_defines(formats) | strip_defines(tokens, warps_n, warps_k, staged, STRIP_AHEAD and not staged)
     return Kernel("matmul/gemm_strip.cu", "gemm_strip", f"x: f16*, x_scales: f32*, {_MATRIX}, {_FINISH}", defines)
 
 
