@@ -1,5 +1,5 @@
 """Decode steps as one graph, step after step, on a GPU: what kernels read before their predecessor has ended is that of
-the step before, and never older. Norms, matrices, attention that prepares for itself, a router; convolution, DeltaNet."""
+the step before, never older. Norms, matrices, attention that prepares for itself, a router; convolution, DeltaNet."""
 
 from __future__ import annotations
 
