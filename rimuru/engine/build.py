@@ -248,6 +248,7 @@ class _Builder:
             reader_stand_in.store = self.store = self._make_store(biases, factors, elastic)
             room = elastic if self.quotas is None else room
             room.store = elastic.store = self.store
+            cache.make_pages = room.make_pages  # a fixed number of experts gives none up
         sampler = Sampler(ops, most_rows)
         waits_for_ids = isinstance(self.store, TieredExpertStore)
         runner = Runner(model, ops, sampler.ids, self._is_watched, may_replay=not waits_for_ids)
