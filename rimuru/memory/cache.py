@@ -24,8 +24,6 @@ from rimuru.memory.state_cache import ORDER, Snapshot, StateCache, StatePages, a
 from rimuru.memory.swap import PageSwap, SavedSequence
 
 SeqId = Hashable
-PREFIX_SHARE = 1 / 8
-"""Of the pool: unused prefixes of models with states are worth more than experts up to here."""
 
 
 class SequenceCache:
@@ -53,18 +51,9 @@ class SequenceCache:
         self._slots: dict[SeqId, int] = {}
         self._free_slots: list[int] = []
         self.swap = PageSwap(pool, self.kv, swap_bytes)
-        self.snapshots = SnapshotStore(pool, self.states, self._snapshot_bytes(), host_bytes)
-        if self.kv is not None and self.states:
-            self.kv.on_evict = self._forget_unit
+        self.snapshots = SnapshotStore(pool, self.states, self.kv, host_bytes)
         self.make_pages: MakePages | None = None
         """Set by who can move pages and knows what else the pool holds (engine/room.py)."""
-
-    def _snapshot_bytes(self) -> int:
-        """Bytes of the pages of the largest snapshot."""
-        needs = dict(self.states.needs)
-        if self.kv is not None:
-            needs["kv"] = sum(self.kv.unit_columns)
-        return sum(n * self.pool.allocator.unit_bytes(kind) for kind, n in needs.items())
 
     # ---- questions
     def __len__(self) -> int:
@@ -155,7 +144,7 @@ class SequenceCache:
             snapshot = self.snapshots.find(before, tokens[done : done + n_unit].tolist(), most - done)
             if snapshot is not None:
                 self.kv.adopt(seq.kv, hashes[:n_units])
-                self.snapshots.touch_first([self.kv.root, *hashes[:n_units]], tokens, n_unit)
+                seq.first = self.snapshots.touch_first([self.kv.root, *hashes[:n_units]], tokens, n_unit)
                 self.snapshots.take(snapshot)
                 seq.restore = snapshot
                 seq.n_tokens = snapshot.n_tokens
@@ -273,10 +262,16 @@ class SequenceCache:
         if self._known_snapshot(seq):
             return True
         assert seq.kv is not None
-        tail = tuple(seq.kv.unit_tail)
-        return self.snapshots.save(
-            seq.kv.hash, tail, seq.n_tokens, lambda: self.states.pages(slot) | self._tail_pages(seq), self.make_pages
-        )
+        kept = self.snapshots.save(seq.kv, lambda: self.states.pages(slot) | self._tail_pages(seq), self.make_pages)
+        self._touch_first(seq, kept)
+        return kept is not None
+
+    def _touch_first(self, seq: OpenSequence, kept: Snapshot | None) -> None:
+        """What the sequence began with is of use, other conversations may begin with it too; it is worth more than the
+        states in between, which later ones of this sequence replace."""
+        seq.first = kept if seq.first is None else seq.first
+        if seq.first is not None:
+            self.snapshots.touch(seq.first)
 
     def _known_snapshot(self, seq: OpenSequence) -> bool:
         """True, and touched, where a snapshot of exactly this prefix exists."""
@@ -314,7 +309,7 @@ class SequenceCache:
         pages = self.states.pages(slot) | self._tail_pages(seq, leave=True)
         for kind, ids in pages.items():
             self.pool.allocator.set_owners(kind, ids, -1)
-        self.snapshots.add(Snapshot(seq.kv.hash, tuple(seq.kv.unit_tail), seq.n_tokens, pages))
+        self._touch_first(seq, self.snapshots.keep(seq.kv, pages))
         return True
 
     def _restore(self, seq: OpenSequence, slot: int, snapshot: Snapshot) -> None:
@@ -326,10 +321,6 @@ class SequenceCache:
         seq.restore = None
         self.snapshots.release(self.snapshots.drop(snapshot))
 
-    def _forget_unit(self, unit_hash: bytes) -> None:
-        for snapshot in self.snapshots.forget_unit(unit_hash):
-            self.snapshots.release(snapshot)
-
     # ---- pages under pressure
     def _reserve(self, needs: dict[PageKind, int], owner: int) -> StatePages | None:
         """All of the pages, giving up unused prefixes where needed; None, and no prefix lost, where hopeless."""
@@ -339,25 +330,35 @@ class SequenceCache:
         if pages is not None:
             return pages
         allocator = self.pool.allocator
-        reclaimable = {kind: self.reclaimable_pages(kind) for kind in ORDER if allocator.has(kind)}
         free_bytes = self.pool.total_bytes - sum(allocator.bytes_in_use(kind) for kind in ("expert", *ORDER))
-        gain_bytes = sum(n * allocator.unit_bytes(kind) for kind, n in reclaimable.items())
-        if self.make_pages is not None and self.states:  # their pages are large, and long prefixes hang on them
-            is_worth_experts = 0 < gain_bytes <= PREFIX_SHARE * self.pool.total_bytes
-            if self.make_pages(needs, is_worth_experts):
-                return allocate_all(self.pool, needs, owner)
+        gain_bytes, share_bytes = self._unused_bytes(), self.snapshots.prefix_share_bytes
+        make_pages = self.make_pages if self.states else None  # their pages are large, and long prefixes hang on them
+        is_worth = 0 < gain_bytes <= share_bytes
+        if make_pages is not None and make_pages(needs, is_worth):
+            return allocate_all(self.pool, needs, owner)
         if sum(n * allocator.unit_bytes(kind) for kind, n in needs.items()) > free_bytes + gain_bytes:
             return None
-        if needs.keys() == {"kv"} and not self.states and needs["kv"] > self.free_pages("kv") + reclaimable["kv"]:
+        if needs.keys() == {"kv"} and not self.states and needs["kv"] > self.free_pages("kv") + self.cached_pages:
             return None
         n_extra = 1
         while pages is None:
-            n_short = max(n_extra, needs.get("kv", 0) - self.free_pages("kv"))
+            n_short = n_extra  # where experts may go first soon, one by one
+            if make_pages is None or is_worth:
+                n_short = max(n_extra, needs.get("kv", 0) - self.free_pages("kv"))
             if not self.evict_prefix(n_short, states_first=self._lacks_states(needs)):
                 return None
             n_extra *= 2  # what lacks may be a whole larger page: give up faster and faster
             pages = allocate_all(self.pool, needs, owner)
+            if pages is None and make_pages is not None and not is_worth:
+                is_worth = 0 < self._unused_bytes() <= share_bytes
+                if is_worth and make_pages(needs, True):
+                    return allocate_all(self.pool, needs, owner)
         return pages
+
+    def _unused_bytes(self) -> int:
+        """Bytes that giving up all unused prefixes would free."""
+        allocator = self.pool.allocator
+        return sum(self.reclaimable_pages(kind) * allocator.unit_bytes(kind) for kind in ORDER if allocator.has(kind))
 
     def _lacks_states(self, needs: dict[PageKind, int]) -> bool:
         return any(needs[kind] > self.free_pages(kind) for kind in needs if kind != "kv")

@@ -12,7 +12,7 @@ always written to the sequence's own pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,6 +39,8 @@ class KvSequence:
     """Tokens that its pages can hold."""
     unit_tail: list[int] = field(default_factory=list)
     """Token ids after the last finished unit."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Of the prefixes that end with each finished unit."""
     n_columns: list[int] = field(default_factory=list)
     """Columns that have (or had) a page."""
     first_column: list[int] = field(default_factory=list)
@@ -65,6 +67,8 @@ class KvCache:
         self._windowed = [g for g, group in enumerate(layout.groups) if group.window is not None]
         self.on_evict: Callable[[bytes], None] | None = None
         """Told the hash of a prefix whose pages are forgotten."""
+        self.is_of_use: Callable[[bytes], bool] | None = None
+        """Whether a state is kept that stands on the units up to a hash; None: units are of use without one."""
 
     # ---- prefixes
     def open(self, slot: int) -> KvSequence:
@@ -118,6 +122,7 @@ class KvCache:
             sequence.first_column[g] = first_unit * n
         sequence.n_tokens = sequence.n_room = n_tokens
         sequence.hash = hashes[-1] if hashes else self.root
+        sequence.hashes = list(hashes)
 
     def first_visible(self, g: int, n_tokens: int) -> int:
         """First column of group g that a token at position n_tokens or later sees."""
@@ -171,6 +176,7 @@ class KvCache:
             tokens = np.array(tail[: n_done * self.n_unit], np.int32).reshape(n_done, self.n_unit)
             for unit in tokens:
                 sequence.hash = chain_hash(sequence.hash, unit)
+                sequence.hashes.append(sequence.hash)
                 self._finish_unit(sequence)
             del tail[: n_done * self.n_unit]
         sequence.n_tokens += len(token_ids)
@@ -178,16 +184,26 @@ class KvCache:
 
     def _finish_unit(self, sequence: KvSequence) -> None:
         """The next unit is complete: its pages, as far as they are still there, become blocks."""
-        for g, view in enumerate(self.view.groups):
-            n = self.unit_columns[g]
+        for g in range(len(self.layout.groups)):
             unit = len(sequence.blocks[g])
-            pages = view.ids[sequence.slot, unit * n : (unit + 1) * n]
-            block = None
-            if self.prefix_cache and (pages >= 0).any():
-                block = self.index.register(g, sequence.hash, pages)
-            if block is not None:
-                self.pool.allocator.set_owners("kv", block.live, SHARED_OWNER)
-            sequence.blocks[g].append(block)
+            sequence.blocks[g].append(self._register(sequence, g, unit) if self.prefix_cache else None)
+
+    def _register(self, sequence: KvSequence, g: int, unit: int) -> Block | None:
+        """Make a unit's own pages findable; None where others' are, or none is left."""
+        n = self.unit_columns[g]
+        pages = self.view.groups[g].ids[sequence.slot, unit * n : (unit + 1) * n]
+        block = self.index.register(g, sequence.hashes[unit], pages) if (pages >= 0).any() else None
+        if block is not None:
+            self.pool.allocator.set_owners("kv", block.live, SHARED_OWNER)
+        return block
+
+    def register_again(self, sequence: KvSequence) -> None:
+        """A state of the sequence is to be kept: units that it wrote while others' pages were findable for them, which
+        have left since, become findable in its own pages."""
+        for g, blocks in enumerate(sequence.blocks):
+            for unit, block in enumerate(blocks):
+                if block is None and self.index.get(g, sequence.hashes[unit]) is None:
+                    blocks[unit] = self._register(sequence, g, unit)
 
     def _leave_windows(self, sequence: KvSequence) -> None:
         """Give back own pages, and whole blocks, that no later token sees."""
@@ -206,8 +222,10 @@ class KvCache:
                     end = (unit + 1) * n
                     if end > stop:
                         break
-                    self.index.drop(block)
+                    pages = self.index.drop(block, self._is_of_use(block))
                     sequence.blocks[g][unit] = None
+                    if pages is not None:
+                        gone.append(pages)
                 view.ids[sequence.slot, column:end] = -1
                 column = end
             sequence.first_column[g] = column
@@ -249,7 +267,7 @@ class KvCache:
             for g in range(len(self.layout.groups)):
                 block = sequence.blocks[g][unit]
                 if block is not None:
-                    pages = self.index.drop(block, keep_prefix)
+                    pages = self.index.drop(block, keep_prefix and self._is_of_use(block))
                     if pages is not None:
                         self._forget(block, pages)
         self.pool.free("kv", np.concatenate(own))
@@ -264,6 +282,25 @@ class KvCache:
             for block in blocks:
                 self._tell(block)
         return pages.size
+
+    def _is_of_use(self, block: Block) -> bool:
+        return self.is_of_use is None or self.is_of_use(block.key[1])
+
+    def forget_units(self, hashes: list[bytes]) -> None:
+        """No state stands on the units with these hashes any more: pages that nobody uses are free."""
+        parts = []
+        for key in hashes:
+            for g in range(len(self.layout.groups)):
+                block = self.index.get(g, key)
+                if block is not None and block.n_users == 0:
+                    parts.append(self.index.remove(block))
+        if parts:
+            self.pool.free("kv", np.concatenate(parts))
+
+    def knows_units(self, hashes: Sequence[bytes]) -> bool:
+        """Whether every group without a window has pages of all these units."""
+        full = [g for g in range(len(self.layout.groups)) if g not in self._windowed]
+        return all(self.index.get(g, key) is not None for key in hashes for g in full)
 
     def _forget(self, block: Block, pages: np.ndarray) -> None:
         self.pool.free("kv", pages)
@@ -290,6 +327,9 @@ class KvCache:
     def audit(self, sequences: list[KvSequence]) -> np.ndarray:
         """Tables, blocks and their users agree; all pages held, int32. AuditError with the numbers otherwise."""
         self.index.audit()
+        n_useless = sum(not self._is_of_use(block) for block in self.index.unused())
+        if n_useless:
+            raise AuditError(f"{n_useless} prefix blocks wait for reuse, but no state is kept that stands on them")
         users = dict.fromkeys(self.index.users(), 0)
         held = [self.index.pages()]
         for sequence in sequences:

@@ -29,6 +29,8 @@ class OpenSequence:
     """Its states have their pages (or there are no states)."""
     restore: Snapshot | None = None
     """States to start from, copied at the first extend."""
+    first: Snapshot | None = None
+    """The shortest snapshot on its way that was found or kept: what it began with."""
     saved: SavedSequence | None = None
     """What it had written before it gave way, copied at the first extend."""
     saved_ids: list[int] = field(default_factory=list)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,6 +108,16 @@ class PrefixIndex:
             return None
         del self._blocks[block.key]
         return block.live
+
+    def remove(self, block: Block) -> np.ndarray:
+        """Forget a block without users; its pages int32, which are the caller's."""
+        del self._unused[block.key], self._blocks[block.key]
+        self.n_unused_pages -= block.n_live
+        return block.live
+
+    def unused(self) -> Iterable[Block]:
+        """Blocks without users."""
+        return self._unused.values()
 
     def evict(self, n_pages: int) -> tuple[list[Block], np.ndarray]:
         """Forget blocks without users, those unused for longest first, until they hold n_pages or none is left. The

@@ -3,18 +3,21 @@
     pool pages  --evict-->  host memory (bounded)  --the oldest--> forgotten
         ^--- a sequence that starts from one gets a copy in its own pages, from wherever it is
 
-A snapshot's KV pages after the last finished unit go with it; those of the finished units stay in the prefix index,
-and the snapshot is forgotten when they are. Least recently used ones leave first, at both places.
+A snapshot's KV pages after the last finished unit go with it, and so do those of the finished units that no other
+snapshot stands on: without a state they are of no use. Where these have to go first, the snapshot is forgotten. Least
+recently used ones leave first, at both places; what a conversation began with counts as used whenever it goes on.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 
 from rimuru.base.errors import AuditError, LostPagesError
+from rimuru.memory.kv_cache import KvCache, KvSequence
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import PageKind
 from rimuru.memory.state_cache import Snapshot, SnapshotIndex, StateCache, StatePages, allocate_all, free_all
@@ -26,6 +29,12 @@ MakePages = Callable[[dict[PageKind, int], bool], bool]
 it. False where that leads nowhere."""
 SHARE = 1 / 16
 """Of the pool: what snapshots may take from experts. Beyond it the oldest snapshot gives way."""
+FEWEST, FEWEST_SHARE = 2, 1 / 8
+"""So many snapshots may do so in a pool of which they are more than SHARE, up to a larger share: a conversation needs
+the states of its system prompt and of its last turn, or all of it is run again at every turn."""
+PREFIX_SHARE = 1 / 8
+"""Of the pool: unused prefixes of models with states are worth more than experts up to here, or up to twice what their
+snapshots may take."""
 
 
 class HostStates:
@@ -99,24 +108,28 @@ class HostStates:
 class SnapshotStore(SnapshotIndex):
     """The index, and the pages or host slots of what is in it."""
 
-    def __init__(self, pool: PagePool, states: StateCache, slot_bytes: int, host_bytes: int) -> None:
-        """slot_bytes: of the largest snapshot; host_bytes: host memory that snapshots may take, 0 = none."""
+    def __init__(self, pool: PagePool, states: StateCache, kv: KvCache | None, host_bytes: int) -> None:
+        """host_bytes: host memory that snapshots may take, 0 = none."""
         super().__init__()
-        self.pool, self.states = pool, states
-        self.slot_bytes = slot_bytes
-        self.host = HostStates(pool, slot_bytes, host_bytes)
+        self.pool, self.states, self.kv = pool, states, kv
+        needs = dict(states.needs)
+        if kv is not None:
+            needs["kv"] = sum(kv.unit_columns)
+        self.slot_bytes = sum(n * pool.allocator.unit_bytes(kind) for kind, n in needs.items())
+        """Of the largest snapshot."""
+        self.host = HostStates(pool, self.slot_bytes, host_bytes)
+        if kv is not None and states:
+            kv.on_evict, kv.is_of_use, self.on_useless = self._lose_unit, self.is_of_use, kv.forget_units
 
     def save(
         self,
-        unit_hash: bytes,
-        tail: tuple[int, ...],
-        n_tokens: int,
+        sequence: KvSequence,
         sources: Callable[[], StatePages],
         make_pages: MakePages | None,
-    ) -> bool:
-        """Copy the source pages into a new snapshot: into free pages, else into host memory, else into pages that
-        experts give up (make_pages; moves pages, so that the sources are asked for again), else into those of the
-        oldest snapshots. False where nothing of that is possible."""
+    ) -> Snapshot | None:
+        """Copy the source pages into a new snapshot of what a sequence has written: into free pages, else into host
+        memory, else into pages that experts give up (make_pages; moves pages, so that the sources are asked for again),
+        else into those of the oldest snapshots. None where nothing of that is possible."""
         pages = sources()
         needs = {kind: ids.size for kind, ids in pages.items()}
         targets = allocate_all(self.pool, needs, -1)
@@ -130,7 +143,7 @@ class SnapshotStore(SnapshotIndex):
             pages = sources()
         while targets is None and slot is None:
             if not self.evict():
-                return False
+                return None
             targets = allocate_all(self.pool, needs, -1)
         if targets is not None:
             try:
@@ -138,14 +151,39 @@ class SnapshotStore(SnapshotIndex):
             except Exception as error:
                 log.warning("states are not kept: %s", error)
                 free_all(self.pool, targets)
-                return False
-        self.add(Snapshot(unit_hash, tail, n_tokens, targets or {}, host_slot=slot))
-        return True
+                return None
+        return self.keep(sequence, targets or {}, slot)
+
+    def keep(self, sequence: KvSequence, pages: StatePages, host_slot: int | None = None) -> Snapshot:
+        """Make states of what a sequence has written findable; their pages, or their slot, are the snapshot's now."""
+        assert self.kv is not None
+        self.kv.register_again(sequence)
+        snapshot = Snapshot(
+            sequence.hash,
+            tuple(sequence.hashes),
+            tuple(sequence.unit_tail),
+            sequence.n_tokens,
+            pages,
+            host_slot=host_slot,
+        )
+        self.add(snapshot)
+        return snapshot
+
+    @property
+    def share_bytes(self) -> float:
+        """What snapshots may take from experts."""
+        total_bytes = self.pool.total_bytes
+        return max(SHARE * total_bytes, min(FEWEST * self.slot_bytes, FEWEST_SHARE * total_bytes))
+
+    @property
+    def prefix_share_bytes(self) -> float:
+        """What unused prefixes, snapshots included, may keep from experts."""
+        return max(PREFIX_SHARE * self.pool.total_bytes, 2 * self.share_bytes)
 
     def _may_grow(self) -> bool:
         allocator = self.pool.allocator
         held_bytes = sum(ids.size * allocator.unit_bytes(kind) for s in self.all() for kind, ids in s.pages.items())
-        return held_bytes + self.slot_bytes <= SHARE * self.pool.total_bytes
+        return held_bytes + self.slot_bytes <= self.share_bytes
 
     def evict(self) -> int:
         """The least recently used snapshot in the pool that nobody is about to copy from leaves it, for host memory
@@ -196,10 +234,20 @@ class SnapshotStore(SnapshotIndex):
             self.host.free(snapshot.host_slot)
             snapshot.host_slot = None
 
+    def _lose_unit(self, unit_hash: bytes) -> None:
+        """The KV pages of a unit are gone, and with them all snapshots that stand on it."""
+        for snapshot in self.forget_unit(unit_hash):
+            self.release(snapshot)
+
     def audit(self) -> None:
-        """Every snapshot is at one place, every host slot in use is one snapshot's."""
+        """Every snapshot is at one place, every host slot in use is one snapshot's; the units below them are there."""
         slots = [s.host_slot for s in self.all() if s.host_slot is not None]
         if len(set(slots)) != len(slots) or len(slots) != self.host.n_used:
             raise AuditError(f"{self.host.n_used} host slots are in use, snapshots hold {sorted(slots)}")
         if any((s.host_slot is None) != bool(s.pages) for s in self.all()):
             raise AuditError("a snapshot has both pages and a host slot, or neither")
+        units = Counter(unit for s in self._order.values() for unit in s.units)
+        if units != self._standing:
+            raise AuditError(f"snapshots stand on {len(units)} units, {len(self._standing)} are counted")
+        if self.kv is not None and not self.kv.knows_units(list(units)):
+            raise AuditError("a snapshot stands on units whose KV pages are gone")

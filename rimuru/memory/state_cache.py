@@ -6,13 +6,13 @@ exactly one prefix: finished units (by their hash) plus the token ids after them
 
     one SSM page per layer | one conv run per layer | per KV group, copies of the pages after the last finished unit
 
-The KV pages of the finished units stay in the prefix index; a snapshot is dropped when they are forgotten. Where
-snapshots live, and which one gives way, is memory/snapshots.py.
+The KV pages of the finished units stay in the prefix index: as long as a snapshot stands on them, and no longer; it is
+dropped when they are forgotten. Where snapshots live, and which one gives way, is memory/snapshots.py.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +33,8 @@ class Snapshot:
     """States after exactly n_tokens tokens. pages: "ssm" int32 [layers], "conv" first ids [layers], "kv" [copies]."""
 
     unit_hash: bytes
+    units: tuple[bytes, ...]
+    """Hashes of the prefixes that end with each finished unit; the last one is unit_hash."""
     tail: tuple[int, ...]
     n_tokens: int
     pages: StatePages
@@ -126,6 +128,10 @@ class SnapshotIndex:
         self._by_unit: dict[bytes, list[Snapshot]] = {}
         self._order: OrderedDict[int, Snapshot] = OrderedDict()
         self._doomed: dict[int, Snapshot] = {}
+        self._standing: Counter[bytes] = Counter()
+        """How many snapshots stand on the units up to a hash."""
+        self.on_useless: Callable[[list[bytes]], None] | None = None
+        """Told the hashes of prefixes that no snapshot stands on any more."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -147,13 +153,19 @@ class SnapshotIndex:
     def add(self, snapshot: Snapshot) -> None:
         """Make a snapshot findable, as the most recently used one."""
         self._by_unit.setdefault(snapshot.unit_hash, []).append(snapshot)
+        self._standing.update(snapshot.units)
         self._order[id(snapshot)] = snapshot
 
     def touch(self, snapshot: Snapshot) -> None:
-        """It was of use now."""
-        self._order.move_to_end(id(snapshot))
+        """It was of use now, if it is still there."""
+        if id(snapshot) in self._order:
+            self._order.move_to_end(id(snapshot))
 
-    def touch_first(self, hashes: list[bytes], tokens: np.ndarray, n_unit: int) -> None:
+    def is_of_use(self, unit_hash: bytes) -> bool:
+        """Whether a snapshot stands on the units up to this hash."""
+        return unit_hash in self._standing
+
+    def touch_first(self, hashes: list[bytes], tokens: np.ndarray, n_unit: int) -> Snapshot | None:
         """The shortest snapshot on the way was of use too: what many conversations begin with. hashes: of the prefixes
         of 0, 1, .. units."""
         for n_units, unit_hash in enumerate(hashes):
@@ -161,7 +173,8 @@ class SnapshotIndex:
             first = self.find(unit_hash, tail, len(tail))
             if first is not None:
                 self.touch(first)
-                return
+                return first
+        return None
 
     def take(self, snapshot: Snapshot) -> None:
         """A sequence will copy from it."""
@@ -180,14 +193,23 @@ class SnapshotIndex:
         same_unit.remove(snapshot)
         if not same_unit:
             del self._by_unit[snapshot.unit_hash]
+        self._standing.subtract(snapshot.units)
+        useless = [unit for unit in snapshot.units if not self._standing[unit]]
+        for unit in useless:
+            del self._standing[unit]
+        if useless and self.on_useless is not None:
+            self.on_useless(useless)
         if snapshot.n_users == 0:
             return snapshot
         self._doomed[id(snapshot)] = snapshot
         return None
 
     def forget_unit(self, unit_hash: bytes) -> list[Snapshot]:
-        """The KV pages of these units are gone: snapshots that need them go too. Those to be freed now."""
-        freed = [self.forget(snapshot) for snapshot in list(self._by_unit.get(unit_hash, ()))]
+        """A unit's KV pages are gone: snapshots that stand on it go too. Those to be freed now."""
+        lost = list(self._by_unit.get(unit_hash, ()))
+        if self._standing[unit_hash] > len(lost):
+            lost = [snapshot for snapshot in self._order.values() if unit_hash in snapshot.units]
+        freed = [self.forget(snapshot) for snapshot in lost]
         return [snapshot for snapshot in freed if snapshot is not None]
 
     def oldest(self, wanted: Callable[[Snapshot], bool] = lambda snapshot: True) -> Snapshot | None:
