@@ -28,8 +28,8 @@ def simulate(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise BadInputError(f"--{name.replace('_', '-')} must be more than 0")
     settings = settings_of(args)
-    trace = read_trace(args.trace, args.requests, args.stretch, args.rate, args.seed or 0)
-    with planned_model(args.model, args.quant) as gguf:
+    with planned_model(args.model, args.quant) as gguf:  # first: a wrong name is named first
+        trace = read_trace(args.trace, args.requests, args.stretch, args.rate, args.seed or 0)
         simulation = Simulation(gguf, settings)
         result = simulation.run(trace)
     layout = simulation.layout

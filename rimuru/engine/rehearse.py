@@ -42,7 +42,7 @@ def rehearse_decisions() -> None:
     keys = np.zeros(1)
     smallest(keys, np.ones(1, np.bool_), 1)
     paper_decision(0, 0, 1.0)
-    offload_target(keys, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0)
+    offload_target(keys, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
     shrink_pays(2, 1.0, 0.0, 0.0, 0.0)
     cost_expand(0, 1.0, 1.0, 1.0)
 

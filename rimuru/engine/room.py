@@ -42,6 +42,8 @@ RECLAIM_STEPS = 4
 TARGET_STEPS = 32
 """How often policy `cost` computes how many experts should be absent; when more come to run than there were at the
 last time, after QUIET_STEPS."""
+ASSUMED_SPEED = 64.0
+"""Before a step was measured: how much faster a step is computed than its experts would come over the link."""
 SURPRISES = (0.2, 8.0)
 """Bounds of what one measurement of `_surprise` counts as."""
 
@@ -75,7 +77,9 @@ class CompactingRoom:
         """See engine.scheduler.Room."""
         return self._compact(seq_id, n_tokens)
 
-    def admits(self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int) -> bool:
+    def admits(
+        self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int, n_waiting: int, n_start_tokens: int
+    ) -> bool:
         """See engine.scheduler.Room. Free pages are good for nothing else."""
         return True
 
@@ -170,8 +174,8 @@ class ExpertRoom(CompactingRoom):
         self._target_from, self._target_for = -TARGET_STEPS, 0
         """The step in which `target` was computed, and for how many requests."""
         self._reuse_rate = 1.0
-        self._refused = -1
-        """The request refused last."""
+        self._refused, self._waiting_pages = -1, 0.0
+        """The request refused last, and what the first waiting one wants where it was refused."""
         self._pages_per_token = 0.0
         if layout.kv is not None:
             tokens_bytes = sum(layout.kv.page_bytes / group.page_tokens for group in layout.kv.groups)
@@ -228,17 +232,22 @@ class ExpertRoom(CompactingRoom):
         used = sum(allocator.bytes_in_use(kind) for kind in ("kv", "ssm", "conv")) / self.layout.expert.page_bytes
         return max(0.0, used - self._unused_prefix_pages())
 
-    def admits(self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int) -> bool:
+    def admits(
+        self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int, n_waiting: int, n_start_tokens: int
+    ) -> bool:
         """See engine.scheduler.Room. Policy `cost`: the request, and what the others will still take, must fit in the
         free pages and in those of the experts that should be absent. (Were more absent than should be, free pages
         are theirs first.)"""
         if self.policy == "paper" or n_running == 0:
             return True
-        assert self.store is not None and self.layout.expert is not None
-        n_absent = self.n_experts - self.store.residency.n_resident
-        budget = self.free_pages + self._unused_prefix_pages() + (self.target - n_absent) * self.pages_per_expert
-        wanted = self._request_pages(seq_id, n_tokens) + PROMISE_SHARE * n_promised_tokens * self._pages_per_token
-        if wanted <= budget:
+        n_pages = self._request_pages(seq_id, n_tokens)
+        wanted = n_pages + PROMISE_SHARE * n_promised_tokens * self._pages_per_token
+        if wanted <= self._worth_giving():
+            return True
+        self._waiting_pages = n_pages
+        if n_start_tokens:  # the target is of other times
+            self._set_target(n_running, n_waiting, n_promised_tokens, 1.0 / n_start_tokens)
+        if wanted <= (budget := self._worth_giving()):
             return True
         if self._refused != seq_id:
             self._refused = seq_id
@@ -246,18 +255,24 @@ class ExpertRoom(CompactingRoom):
             self._refuse(f"request {seq_id} would need {needs}, worth giving: {max(0.0, budget):.0f}")
         return False
 
+    def _worth_giving(self) -> float:
+        """Pages that a new request may have."""
+        assert self.store is not None
+        n_absent = self.n_experts - self.store.residency.n_resident
+        return self.free_pages + self._unused_prefix_pages() + (self.target - n_absent) * self.pages_per_expert
+
     def _is_target_old(self, n_running: int, n_waiting: int) -> bool:
         """Whether the target is to be computed again, now that so many requests run and wait."""
         age = self._n_steps - self._target_from
         is_urgent = n_waiting > 0 or n_running > self._target_for
         return age >= TARGET_STEPS or (is_urgent and age >= QUIET_STEPS)
 
-    def _set_target(self, n_running: int, n_waiting: int, n_promised_tokens: int) -> None:
-        """Policy `cost`: how many experts should be absent, from what steps cost now."""
+    def _set_target(self, n_running: int, n_waiting: int, n_promised_tokens: int, starts_per_step: float = 0.0) -> None:
+        """Policy `cost`: how many experts should be absent, from what steps cost now. (See offload_target.)"""
         assert self.store is not None and self.layout.expert is not None
         residency, rates = self.store.residency, self.store.rates
         n_absent = self.n_experts - residency.n_resident
-        if rates.n_steps == 0 or n_running == 0:
+        if n_running == 0:
             self.target = n_absent
             return
         n_measured = max(1.0, rates.measured_requests)  # when requests come, rates are of those before
@@ -269,11 +284,16 @@ class ExpertRoom(CompactingRoom):
         expert_s = self.expert_bytes / rates.link_bytes_per_s
         absent = order[~residency.resident.reshape(-1)[order]]
         expected_s = float(residency.use_probability(absent, n_measured).sum()) * expert_s
-        if n_absent and expected_s > 0.0:  # the coldest are never as cold as they were measured
+        if (
+            n_absent and expected_s > 0.0 and rates.n_steps and not starts_per_step
+        ):  # the coldest are never as cold as they were measured
             lowest, most = SURPRISES
             self._surprise += 0.25 * (min(most, max(lowest, rates.link_s / expected_s)) - self._surprise)
+        uses = residency.use_probability(order, 1)
+        compute_s = rates.compute_s if rates.n_steps else float(uses.sum()) * expert_s / ASSUMED_SPEED
+        per_waiting = self._waiting_pages if starts_per_step else max(per_request, self._waiting_pages)
         self.target = offload_target(
-            residency.use_probability(order, 1),
+            uses,
             expert_s,
             self.pages_per_expert,
             float(without),
@@ -281,9 +301,12 @@ class ExpertRoom(CompactingRoom):
             float(n_running + n_waiting),
             n_measured,
             measured_used / (measured_used + residency.n_resident * self.pages_per_expert),
-            rates.compute_s,
+            compute_s,
             rates.exposed_share,
             self._surprise,
+            float(n_running),
+            max(per_waiting, 1e-3),
+            starts_per_step,
         )
 
     def _link_seconds(self, experts: np.ndarray, n_tokens: int) -> float:
@@ -367,6 +390,7 @@ class ExpertRoom(CompactingRoom):
         assert self.store is not None
         is_short, self._is_short = self._is_short, False
         self._reuse_rate = reuse_rate
+        self._waiting_pages *= n_waiting > 0
         if self.policy == "cost" and self._is_target_old(n_running, n_waiting):
             self._set_target(n_running, n_waiting, promised_tokens())
             self._target_from, self._target_for = self._n_steps, n_running + n_waiting

@@ -32,6 +32,8 @@ HOLD_S = 1.0
 runs, while none of them ends; then it starts all the same, if it gets pages. With few long answers running, whoever
 comes is soon let in; with many, some end before."""
 
+START_TOKENS = 8
+"""Requests whose prompts take several steps begin together as long as none has more of its answer."""
 MOST_VAIN_TRIES = 3
 """So many steps, one after the other, may fail to start a request that has the pool for itself and fits into it."""
 
@@ -66,10 +68,15 @@ class Room(Protocol):
         n_running: requests that a longer step would slow down; is_running: this one is among them, else it is new.
         """
 
-    def admits(self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int) -> bool:
+    def admits(
+        self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int, n_waiting: int, n_start_tokens: int
+    ) -> bool:
         """Whether a waiting request of n_tokens (its likely answer included) should start beside n_running others,
         which will likely grow by n_promised_tokens together. It may be refused only while others run, and waits no
-        longer than HOLD_S for it once it is the first."""
+        longer than HOLD_S for it once it is the first.
+
+        n_waiting: requests that wait, this one among them, as far as there are places; n_start_tokens: its likely
+        answer, where all that run begin together, else 0."""
 
     def adjust(self, n_running: int, n_waiting: int, promised_tokens: Callable[[], int], reuse_rate: float) -> None:
         """Everything that this step needs has been asked for: use what is left. Once per step.
@@ -84,7 +91,9 @@ class NoRoom:
     def make(self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False) -> bool:
         return False
 
-    def admits(self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int) -> bool:
+    def admits(
+        self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int, n_waiting: int, n_start_tokens: int
+    ) -> bool:
         return True
 
     def adjust(self, n_running: int, n_waiting: int, promised_tokens: Callable[[], int], reuse_rate: float) -> None:
@@ -142,6 +151,8 @@ class Scheduler:
         self.prefill = PrefillRate()
         self.clock: Callable[[], float] = time.perf_counter
         """Seconds since some moment; a simulation has another time."""
+        self._is_start = False
+        """All that run began in this step, or in the last few, whose budget their prompts used up."""
         self._n_vain = 0
         """Tries in a row to start the only request, in vain."""
         self._held_since: float | None = None
@@ -172,10 +183,14 @@ class Scheduler:
             budget = self._continue_running(plan)
         if not plan.preempted:
             self._use_up(plan, self._admit(plan, budget))
-        n_waiting = min(len(self.waiting), self.max_sequences - len(self.running))
-        self.room.adjust(len(self.running), n_waiting, self._promised_tokens, self.reuse_rate)
+        self.room.adjust(len(self.running), self._n_startable, self._promised_tokens, self.reuse_rate)
         self.prefill.begin(plan)
         return plan
+
+    @property
+    def _n_startable(self) -> int:
+        """Requests that wait, as far as there are places."""
+        return min(len(self.waiting), self.max_sequences - len(self.running))
 
     def _continue_running(self, plan: StepPlan) -> int:
         """Plan the running sequences in order of admission; returns the budget that is left.
@@ -274,6 +289,7 @@ class Scheduler:
     def _admit(self, plan: StepPlan, budget: int) -> int:
         """Start waiting sequences in order; the first one that does not fit waits, and so do those behind it. Returns
         the budget that is left."""
+        self._is_start = not self.running or (self._is_start and all(s.n_output <= START_TOKENS for s in self.running))
         while self.waiting and budget > 0 and len(self.running) < self.max_sequences:
             sequence = self.waiting[0]
             n_reused = self.cache.open(sequence.seq_id, sequence.tokens).n_cached_tokens
@@ -291,6 +307,7 @@ class Scheduler:
                 self.cache.release(sequence.seq_id)
                 sequence.n_cached = 0
                 if self.running:
+                    self._is_start = False
                     return budget
                 if self._forget_prefixes(sequence):
                     continue
@@ -307,6 +324,7 @@ class Scheduler:
             self._enter(sequence)
             plan.items.append(PlannedTokens(sequence, n_tokens, n_tokens == sequence.n_uncached))
             budget -= n_tokens
+        self._is_start = self._is_start and bool(self.waiting) and budget <= 0
         return budget
 
     def _forget_prefixes(self, sequence: Sequence) -> bool:
@@ -349,7 +367,7 @@ class Scheduler:
         n_likely = wanted
         if self.admission == "optimistic":
             n_likely += self._likely_growth(sequence)
-        if self.running and not self._admits(seq_id, n_likely):
+        if self.running and not self._admits(sequence, n_likely):
             return False
         while not self.cache.can_extend(seq_id, wanted):
             if not self.room.make(seq_id, wanted, len(self.running)):
@@ -359,9 +377,11 @@ class Scheduler:
             self.cache.retract(seq_id)  # the pages stay with it; nothing has been written yet
         return True
 
-    def _admits(self, seq_id: int, n_tokens: int) -> bool:
+    def _admits(self, sequence: Sequence, n_tokens: int) -> bool:
         """Whether the room lets a request start beside those that run, or has held it back for long enough."""
-        if self.room.admits(seq_id, n_tokens, len(self.running), self._promised_tokens()):
+        n_running, promised = len(self.running), self._promised_tokens()
+        n_start = max(1, self._likely_growth(sequence)) if self._is_start else 0
+        if self.room.admits(sequence.seq_id, n_tokens, n_running, promised, self._n_startable, n_start):
             return True
         now = self.clock()
         if self._held_since is None:

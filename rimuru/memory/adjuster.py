@@ -21,7 +21,8 @@ N_EXPAND_PER_STEP = 5
 HIDDEN_SHARE = 0.95
 """Of a step's compute behind which copies can hide at best."""
 RATE_SLACK = 0.04
-"""What a shorter step is worth: so much of the best rate."""
+"""What a shorter step is worth: so much of the best rate, but none of the rate of all together (the last of those who
+wait would end later than with all at once)."""
 GROUPS = 128
 """Experts of like warmth are reckoned with together, in so many groups."""
 CHOICE_GROWTH, MOST_CHOICES = 1.08, 96
@@ -74,14 +75,21 @@ def offload_target(
     compute_s: float,  # of a step of n_running requests
     exposed_share: float,
     surprise: float,  # link time of a step of n_running requests, against what the probabilities foretell
+    n_now: float,  # requests that have pages already, pages_per_request each
+    pages_per_waiting: float,  # for each beyond these
+    starts_per_step: float,  # 1 / tokens of an answer where all requests begin together, else 0
 ) -> int:
-    """How many experts should be absent: the fewest that give the best rate of tokens, within RATE_SLACK of it.
+    """How many experts should be absent: the fewest that give the best rate of tokens, within RATE_SLACK of it,
+    and no worse than that of all n_wanted.
 
     n requests need the pages of A(n) experts, and a step of theirs takes T = step_seconds(compute, link time of the
     A(n) coldest, each used with 1 - (1 - p) ** n). The rate is n / T. It need not have one peak: few requests find
     most of what they use resident, many of them use every absent expert in every step anyway, and share it; in between
     it may be lower than on either side. Requests that follow a text use fewer of the cold experts than those of a
     sum of texts, so the surprise is less, the fewer they are: it fades as n_running / n.
+
+    Where all begin together, their prompts share one reading of the absent experts, which prompts use all of; those
+    who are left for later have another. So much of it as falls on one of their steps counts with T.
     """
     n_experts = probability.size
     n_groups = min(n_experts, GROUPS)
@@ -93,13 +101,14 @@ def offload_target(
             stays[group] += math.log1p(-min(probability[i], 1.0 - 1e-12))
         stays[group] /= ends[group] - first
         first = ends[group]
-    n_wanted = min(n_wanted, math.floor((pages_without + n_experts * pages_per_expert) / pages_per_request))
-    best_rate = 0.0
+    beyond = pages_without + n_experts * pages_per_expert - n_now * pages_per_request
+    n_wanted = min(n_wanted, n_now + math.floor(beyond / (pages_per_waiting if beyond > 0.0 else pages_per_request)))
     rates, absents = np.zeros(MOST_CHOICES), np.zeros(MOST_CHOICES, np.int64)
     n_choices, n = 0, 0.0
     while n < n_wanted and n_choices < MOST_CHOICES:
         n = min(math.ceil(max(1.0, n * CHOICE_GROWTH)), n_wanted)
-        n_absent = max(0, math.ceil((n * pages_per_request - pages_without) / pages_per_expert))
+        n_pages = min(n, n_now) * pages_per_request + max(0.0, n - n_now) * pages_per_waiting
+        n_absent = max(0, math.ceil((n_pages - pages_without) / pages_per_expert))
         link_s, first = 0.0, 0
         for group in range(n_groups):
             if first >= n_absent:
@@ -108,13 +117,15 @@ def offload_target(
             first = ends[group]
         link_s *= expert_link_s * (1.0 + (surprise - 1.0) * min(1.0, n_running / n))
         step_compute_s = compute_s * max(0.0, 1.0 + growing_share * (n / n_running - 1.0))
-        rates[n_choices] = n / max(step_seconds(step_compute_s, link_s, exposed_share), 1e-9)
+        step_s = step_seconds(step_compute_s, link_s, exposed_share) + starts_per_step * n_absent * expert_link_s
+        rates[n_choices] = n / max(step_s, 1e-9)
         absents[n_choices] = n_absent
-        best_rate = max(best_rate, rates[n_choices])
         n_choices += 1
-    for choice in range(n_choices):
-        if rates[choice] >= (1.0 - RATE_SLACK) * best_rate:
-            return absents[choice]
+    if n_choices:
+        enough = max((1.0 - RATE_SLACK) * rates[:n_choices].max(), rates[n_choices - 1])
+        for choice in range(n_choices):
+            if rates[choice] >= enough:
+                return absents[choice]
     return n_experts  # not even one request fits beside any expert
 
 

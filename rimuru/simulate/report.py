@@ -90,6 +90,10 @@ class Recorder:
         request.last_s = now
         request.n_tokens += 1
 
+    def last_s(self, seq_id: int) -> float:
+        """When a request got its last token so far."""
+        return self._requests[seq_id].last_s
+
     @property
     def n_started(self) -> int:
         """Requests that have had a token."""

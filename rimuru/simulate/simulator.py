@@ -162,7 +162,10 @@ class Simulation:
             self.store.residency.load_profile(self._profile(settings.profile_tokens))
         n_loaded = self.store.preload()
         if quotas is not None and n_loaded < sum(quotas):
-            raise NotEnoughMemoryError(f"{sum(quotas)} resident experts were asked for, but only {n_loaded} fit")
+            asked = f"{sum(quotas)} resident experts were asked for"
+            if settings.policy == "static" and settings.resident_experts is None:
+                asked = f"policy static keeps all {sum(quotas)} experts resident"
+            raise NotEnoughMemoryError(f"{asked}, but only {n_loaded} fit; give more --memory or another --policy")
         self.scheduler = Scheduler(
             self.cache, self.room, settings.max_step_tokens, settings.max_sequences, settings.admission
         )

@@ -53,7 +53,7 @@ def test_a_forecast_of_a_step() -> None:
 
 
 def target(uses: np.ndarray, expert_s: float, without: float, wanted: float, compute_s: float = 0.015) -> int:
-    return offload_target(uses, expert_s, 3.0, without, 12.0, wanted, 30.0, 0.05, compute_s, 0.15, 1.0)
+    return offload_target(uses, expert_s, 3.0, without, 12.0, wanted, 30.0, 0.05, compute_s, 0.15, 1.0, 0.0, 12.0, 0.0)
 
 
 def test_cost_gives_what_hides_and_no_more() -> None:
@@ -81,7 +81,9 @@ def one_request_runs(n_waiting: int, surprise: float, running: int = 1, pool_exp
     probability = np.exp(5.0 * ranks) / np.exp(5.0 * ranks).mean() * 8 / 128
     without = 7.0 * (pool_experts - 6144 + 12.6)
     total = float(running + n_waiting)
-    return offload_target(probability, 54e-6, 7.0, without, 88.0, total, running, 0.006, 2.8e-3, 1.0, surprise)
+    return offload_target(
+        probability, 54e-6, 7.0, without, 88.0, total, running, 0.006, 2.8e-3, 1.0, surprise, running, 88.0, 0.0
+    )
 
 
 def test_the_pages_that_are_lacking_are_no_requests() -> None:
@@ -100,7 +102,42 @@ def test_few_or_many_but_not_between() -> None:
 
 
 def test_nobody_fits() -> None:
-    assert offload_target(np.full(10, 0.5), 1e-3, 3.0, -40.0, 12.0, 4.0, 1.0, 0.05, 1e-3, 1.0, 1.0) == 10
+    for n_now in (0.0, 4.0):
+        found = offload_target(
+            np.full(10, 0.5), 1e-3, 3.0, -40.0, 12.0, 4.0, 1.0, 0.05, 1e-3, 1.0, 1.0, n_now, 12.0, 0.0
+        )
+        assert found == 10
+
+
+def beside_one(pages_per_waiting: float = 60.0, n_waiting: int = 1, starts_per_step: float = 0.0) -> int:
+    """1,000 experts of 3 pages of which 500 are absent; one request of 12 pages runs, all others want more. An expert
+    takes 0.1 ms of the link."""
+    uses = np.geomspace(1e-3, 0.5, 1000)
+    without, wanted = -1488.0, 1.0 + n_waiting
+    return offload_target(
+        uses, 1e-4, 3.0, without, 12.0, wanted, 1.0, 0.0, 3e-3, 1.0, 1.0, 1.0, pages_per_waiting, starts_per_step
+    )
+
+
+def test_who_waits_is_reckoned_with_by_his_own_pages() -> None:
+    """A larger request that waits would never fit into what one like the running one takes."""
+    assert beside_one(12.0) - 500 == 4
+    assert beside_one(60.0) - 500 == 20
+
+
+def test_prompts_that_begin_together_share_their_reading() -> None:
+    """One after the other is a bit faster, until a second reading of all absent experts counts."""
+    assert beside_one(900.0) == 500
+    assert beside_one(900.0, starts_per_step=1 / 10) == 800
+    assert beside_one(900.0, starts_per_step=1 / 1000) == 500
+
+
+def test_nobody_waits_for_a_rate_that_is_no_better_than_that_of_all() -> None:
+    """Two together have 1% more of it than one after the other: both run, though one alone has a shorter step."""
+    uses = np.full(100, 1.0)
+    for expert_s, n_absent in ((1.0e-5, 4), (1.0e-3, 0)):
+        found = offload_target(uses, expert_s, 3.0, 12.0, 12.0, 2.0, 1.0, 0.97, 3e-3, 1.0, 1.0, 1.0, 12.0, 0.0)
+        assert found == n_absent
 
 
 def test_running_requests_keep_their_pages_unless_experts_are_worth_more() -> None:

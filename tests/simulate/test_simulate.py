@@ -52,8 +52,10 @@ def test_nothing_moves_where_all_experts_fit(qwen) -> None:  # type: ignore[no-u
 
 
 def test_static_refuses_where_the_experts_do_not_fit(qwen) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(NotEnoughMemoryError):
+    with pytest.raises(NotEnoughMemoryError, match="policy static keeps all 1440 experts resident, but only"):
         Simulation(qwen, settings(policy="static", memory_bytes=20 << 30))
+    with pytest.raises(NotEnoughMemoryError, match="1400 resident experts were asked for, but only"):
+        Simulation(qwen, settings(policy="static", resident_experts=1400, memory_bytes=20 << 30))
     fixed = Simulation(qwen, settings(policy="fixed", memory_bytes=20 << 30))
     assert 600 < fixed.store.residency.n_resident < 1000
 
@@ -193,9 +195,11 @@ def test_the_command_prints_the_agreed_keys(tmp_path: Path, capsys: pytest.Captu
     for wrong in (["--memory", "1GiB"], ["--stretch", "0"], ["--card", "none"], ["--requests", "0"]):
         assert main([*words, *wrong]) == 2
         assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert main(["simulate", "nonsuch", *words[2:], "--trace", str(tmp_path / "missing.csv")]) == 2
+    assert "nonsuch" in capsys.readouterr().err
 
 
-CASE = {
+CASE: dict[str, tuple[int, int, dict[str, object]]] = {
     "static": (34, 1950, {"policy": "static"}),
     "fixed": (74, 1200, {"policy": "fixed", "resident_experts": 1276}),
     "paper": (90, 1060, {"policy": "paper", "expert_offload_limit": 230}),
