@@ -340,18 +340,19 @@ class SequenceCache:
             return None
         if needs.keys() == {"kv"} and not self.states and needs["kv"] > self.free_pages("kv") + self.cached_pages:
             return None
+        asks_again = make_pages is not None and not is_worth and self.snapshots.are_few
         n_extra = 1
         while pages is None:
             n_short = n_extra  # where experts may go first soon, one by one
-            if make_pages is None or is_worth:
+            if not asks_again:
                 n_short = max(n_extra, needs.get("kv", 0) - self.free_pages("kv"))
             if not self.evict_prefix(n_short, states_first=self._lacks_states(needs)):
                 return None
             n_extra *= 2  # what lacks may be a whole larger page: give up faster and faster
             pages = allocate_all(self.pool, needs, owner)
-            if pages is None and make_pages is not None and not is_worth:
-                is_worth = 0 < self._unused_bytes() <= share_bytes
-                if is_worth and make_pages(needs, True):
+            if pages is None and asks_again and 0 < self._unused_bytes() <= share_bytes:
+                asks_again = False
+                if make_pages is not None and make_pages(needs, True):
                     return allocate_all(self.pool, needs, owner)
         return pages
 

@@ -176,6 +176,11 @@ class SnapshotStore(SnapshotIndex):
         return max(SHARE * total_bytes, min(FEWEST * self.slot_bytes, FEWEST_SHARE * total_bytes))
 
     @property
+    def are_few(self) -> bool:
+        """Whether the pool is so small that SHARE of it holds less than the snapshots of one conversation."""
+        return self.share_bytes > SHARE * self.pool.total_bytes
+
+    @property
     def prefix_share_bytes(self) -> float:
         """What unused prefixes, snapshots included, may keep from experts."""
         return max(PREFIX_SHARE * self.pool.total_bytes, 2 * self.share_bytes)
