@@ -9,7 +9,7 @@
 // -DSTRIP_STAGED 0: activations come from the first-level cache. 1: CHUNK_PIECES pieces of K at a time go through shared
 // memory, [token][span of the chunk][64 halves + 8 of padding] + 32 halves of padding a token; the paddings put the 8
 // accesses of 16 bytes that are served together into different banks.
-// -DSTRIP_AHEAD 1: a step's bytes are loaded during the step before.
+// -DSTRIP_AHEAD 1: a step's bytes are loaded during the step before, the first before ready().
 // -DSTRIP_RING n: they come through n slots of shared memory a warp (matmul/ring.cuh), behind the activations.
 #pragma once
 

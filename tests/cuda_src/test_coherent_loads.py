@@ -55,6 +55,18 @@ def test_kernels_of_one_token_ask_for_weights_before_they_wait() -> None:
         assert set(past_coherence(kernel)) <= {"f32", "b32"}
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "asks"), [("q4_k", (8, 1, 8), True), ("q5_k", (8, 1, 8), False), ("q5_k", (8, 1, 16), True)]
+)
+def test_strips_of_few_rows_ask_for_weights_before_they_wait(
+    name: str, shape: tuple[int, int, int], asks: bool
+) -> None:
+    """Two rows a lane, their blocks in vectors; not where registers are short."""
+    kernel = matmul.strip_kernel((name,), *shape, False)
+    assert ("ld.global.v4.u32" in before(kernel, "griddepcontrol.wait")) == asks
+    assert not asks or set(past_coherence(kernel)) <= {"f32", "b32"}
+
+
 @pytest.mark.parametrize("kernel", EXPERTS, ids=lambda kernel: kernel.name)
 def test_expert_kernels_read_biases_so_and_nothing_else(kernel: Kernel) -> None:
     """Single numbers; packed weights, activations and tables come in words, vectors and addresses."""

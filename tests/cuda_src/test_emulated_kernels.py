@@ -18,7 +18,6 @@ from cases.common import Case
 
 from rimuru.arch.spec import MoeSpec
 from rimuru.ops.base import ExpertTable, Weight
-from rimuru.ops.cuda import matmul
 from rimuru.ops.cuda.launch import Kernel
 
 pytestmark = pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine")
@@ -75,17 +74,20 @@ def test_case(case: Case) -> None:
     case.check(emulate.EmulatedOps())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "width"), [("q4_k", 2560), ("q6_k", 2048), ("q8_0", 2080)])
-def test_strips_that_load_ahead_give_the_same_bits(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each warp has one step, and where some have two."""
-    case = matmul_cases.linear_case("ahead", [name], [35], width, 7)
-    inputs, found = case.inputs(), []
-    for ahead in (False, True):
-        monkeypatch.setattr(matmul, "STRIP_AHEAD", ahead)
-        matmul.strip_kernel.cache_clear()
-        found.append(case.run(emulate.EmulatedOps(), inputs))  # type: ignore[arg-type]
-    matmul.strip_kernel.cache_clear()
-    assert all(np.array_equal(found[0][key], found[1][key]) for key in found[0])
+@pytest.mark.parametrize(
+    ("name", "n_out", "width", "n_tokens"),
+    [
+        ("q4_k", 35, 2560, 7),
+        ("q6_k", 35, 2048, 11),
+        ("q8_0", 35, 2080, 8),
+        ("q4_k", 24, 4352, 5),
+        ("q5_0", 8200, 64, 6),
+    ],
+)
+def test_strips_whose_warps_share_rows(name: str, n_out: int, width: int, n_tokens: int) -> None:
+    """By 8 warps and by 16, where each has one step, where some have two, and none; many rows through shared memory."""
+    case = matmul_cases.linear_case("shared rows", [name], [n_out], width, n_tokens, full=True)
+    case.check(emulate.EmulatedOps())  # type: ignore[arg-type]
 
 
 def test_deterministic_results_do_not_depend_on_the_batch() -> None:
@@ -194,3 +196,23 @@ def test_kernels_are_known_before_they_are_needed(
     else:
         known = matmul.linear_kernels(weights, n_tokens, deterministic)
     assert {id(kernel) for kernel in launched} <= {id(kernel) for kernel in known}
+
+
+def test_the_kernel_of_a_launch_does_not_hang_on_the_order_of_its_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q6_K bounds the rows a lane, wherever it is; the list above goes by the types alone."""
+    from rimuru.ops.cuda import matmul
+
+    launched: list[Kernel] = []
+    monkeypatch.setattr(Kernel, "__call__", lambda kernel, *args, **options: launched.append(kernel))
+    ops: Any = emulate.EmulatedOps()
+    rows = {"q4_k": 16000, "q6_k": 1000}
+    types = {name: matmul_cases.BY_NAME[name] for name in rows}
+    weights = {n: ops.weight(np.zeros((rows[n], fmt.row_bytes(256)), np.uint8), fmt, 256) for n, fmt in types.items()}
+    for names in (("q4_k", "q6_k"), ("q6_k", "q4_k")):
+        outs = [np.zeros((1, rows[name]), np.float32) for name in names]
+        x = matmul_cases.filled_act(ops, np.ones((1, 256), np.float32))
+        launched.clear()
+        matmul.linear(x, [weights[name] for name in names], outs)
+        (kernel,) = [kernel for kernel in launched if kernel.name == "gemv"]
+        assert kernel in matmul.linear_kernels([weights[name] for name in names], 1), names
+        assert kernel.defines["LANE_ROWS"] == 2

@@ -11,7 +11,7 @@ from cases import matmul as cases
 from cases.common import Case
 
 from rimuru.formats.quants import BY_NAME, ENGINE_FORMATS
-from rimuru.ops.cuda.matmul import MAX_GEMV_TOKENS, takes_strips
+from rimuru.ops.cuda.matmul import MAX_GEMV_TOKENS, linear_strip, takes_strips
 
 pytestmark = pytest.mark.gpu
 
@@ -67,6 +67,22 @@ def test_rows_do_not_depend_on_the_batch(ops: Any, name: str, n_out: int, finish
 @pytest.mark.parametrize("n_tokens", [1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 130])
 def test_every_switch_of_kernel(ops: Any, n_tokens: int) -> None:
     cases.linear_case(f"switch T={n_tokens}", ["q4_k", "q6_k"], [160, 70], 512, n_tokens, full=True).check(ops)
+
+
+@pytest.mark.parametrize("n_tokens", [5, 8, 9, 16, 17])
+def test_strips_of_many_rows(ops: Any, n_tokens: int) -> None:
+    """So many that activations go through shared memory, in two parts of K; two types in one launch."""
+    assert linear_strip(8201, 2304, n_tokens)[3]
+    cases.linear_case(f"many rows T={n_tokens}", ["q4_k", "q6_k"], [6000, 2201], 2304, n_tokens, full=True).check(ops)
+
+
+@pytest.mark.parametrize("n_tokens", [7, 16])
+@pytest.mark.parametrize("name", [fmt.name for fmt in ENGINE_FORMATS if fmt.name != "f32"])
+def test_strips_whose_warps_share_rows(ops: Any, name: str, n_tokens: int) -> None:
+    """8 warps or 16, of which some have a step more than others: every type, for weights are asked for a step ahead."""
+    for width in (2560, 4352):
+        assert linear_strip(40, width, n_tokens)[1:] == (1, 16 if n_tokens <= 8 and width == 4352 else 8, False)
+        cases.linear_case(f"{name} 40x{width} T={n_tokens}", [name], [40], width, n_tokens, full=True).check(ops)
 
 
 @pytest.mark.parametrize("name", [fmt.name for fmt in ENGINE_FORMATS])

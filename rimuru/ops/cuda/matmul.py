@@ -36,9 +36,9 @@ MAX_NORM_BLOCKS = 800
 WIDE_DOTS = ("q6_k",)
 """Types of which a lane takes 64 weights at a time (cuda_src/quants/q6_k.cuh), at every number of tokens."""
 
-STRIP_AHEAD = False
-"""Whether strips of few tokens ask for a step's weights during the step before, and for the first before their input is
-there: to be measured."""
+BULKY_STRIPS = ("f16", "bf16", "q8_0", "q3_k", "q5_k")
+"""Types of which strips of 8 tokens and 8 warps, three blocks of them a multiprocessor, lack the registers to ask for
+weights a step ahead, and for the first before their input is there. All others of few rows do."""
 
 MIN_F32_TILE_TOKENS = 1024
 """From this many tokens on float32 matrices are multiplied in tiles."""
@@ -127,8 +127,6 @@ def gemv_kernel(formats: tuple[str, ...], tile: int, lanes: int, rows: int) -> K
     defines = format_defines(formats) | {
         "TOKEN_TILE": tile, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": _GEMV_WARPS,
     }  # fmt: skip
-    if set(WIDE_DOTS) & set(formats):
-        defines["WIDE_DOTS"] = 1
     signature = f"x_f32: f32*, x_values: i8*, x_scales: f32*, x_sums: i32*, {_MATRIX}, {_FINISH}"
     return Kernel("matmul/gemv.cu", "gemv", signature, defines)
 
@@ -151,22 +149,24 @@ def gemm_kernel(formats: tuple[str, ...], tile_n: int, tile_m: int) -> Kernel:
 
 @cache
 def strip_kernel(formats: tuple[str, ...], tokens: int, warps_n: int, warps_k: int, staged: bool) -> Kernel:
-    defines = format_defines(formats) | strip_defines(tokens, warps_n, warps_k, staged, STRIP_AHEAD and not staged)
+    ahead = not staged and (tokens > 8 or warps_k > 8 or not set(formats) & set(BULKY_STRIPS))
+    defines = format_defines(formats) | strip_defines(tokens, warps_n, warps_k, staged, ahead)
     return Kernel("matmul/gemm_strip.cu", "gemm_strip", f"x: f16*, x_scales: f32*, {_MATRIX}, {_FINISH}", defines)
 
 
 def linear_strip(n_rows: int, n_in: int, n_tokens: int) -> tuple[int, int, int, bool]:
     """(tokens, warps over rows, warps over K, staged) of a block of `gemm_strip`, measured on an H200 (tools/LOG.md).
 
-    Few rows fill the device only if K is split. Sharing activations through shared memory pays with many tokens, where
-    each is read by many warps.
+    Few rows fill the device only if K is split. Sharing activations through shared memory pays where each is read by
+    many warps: with many rows, of which fewer will do the more tokens there are.
     """
     if n_rows >= 16384:
         return strip_tokens(n_tokens), 8, 1, True
-    if n_tokens <= 16 or (n_tokens <= 32 and n_rows < 4096):
-        return strip_tokens(min(n_tokens, 16)), 1, 16 if n_tokens <= 8 and n_in >= 4096 else 8, False
-    if n_rows >= 4096:
-        return 16 if n_tokens <= 32 else 32, 8, 2, True
+    tokens = 8 if n_tokens <= 8 else 16 if n_tokens <= 32 else 32
+    if n_rows >= (8192 if n_tokens <= 16 else 4096):
+        return tokens, 8, 2, True
+    if n_tokens <= 32:
+        return tokens, 1, 16 if n_tokens <= 8 and n_in >= 4096 else 8, False
     return (16, 4, 4, True) if n_tokens <= 64 else (16, 8, 2, True)
 
 
@@ -280,9 +280,14 @@ def _launch_groups(jobs: list[Job]) -> list[list[Job]]:
     return groups
 
 
+def _formats(group: list[Job]) -> tuple[str, ...]:
+    """The types of a launch, in the order of its FORMAT_A, _B and _C."""
+    return tuple(sorted({w.format.name for w, _, _ in group}))
+
+
 def _matrix_arguments(group: list[Job], rows_per_block: int) -> tuple[tuple[str, ...], list[Any], int]:
     """(formats, kernel arguments, blocks) of the matrices of one launch."""
-    formats = tuple(sorted({w.format.name for w, _, _ in group}))
+    formats = _formats(group)
     arguments: list[Any] = []
     first = 0
     for w, out, bias in group:
@@ -304,34 +309,34 @@ def linear_kernels(weights: Sequence[Weight], max_tokens: int, deterministic: bo
     for n_tokens in [*range(1, min(max_tokens, 128) + 1), *range(128, max_tokens, 64), max_tokens]:
         for group in groups:
             n_rows, n_in = sum(w.n_out for w, _, _ in group), group[0][0].n_in
-            formats = tuple(sorted({w.format.name for w, _, _ in group}))
+            formats = _formats(group)
             if deterministic or n_tokens <= MAX_GEMV_TOKENS or formats == ("f32",):
-                kernel = gemv_kernel(formats, *_gemv_shape(formats[0], n_rows, n_in, n_tokens))
+                kernel = gemv_kernel(formats, *_gemv_shape(formats, n_rows, n_in, n_tokens))
             elif takes_strips(n_tokens, n_rows):
                 kernel = strip_kernel(formats, *linear_strip(n_rows, n_in, n_tokens))
             else:
                 kernel = gemm_kernel(formats, *gemm_tile(n_tokens, n_rows))
             found[id(kernel)] = kernel
             if n_tokens == 1 and can_wait(1, n_in):
-                normed = norm_gemv_kernel(formats, n_in, *_gemv_shape(formats[0], n_rows, n_in, 1)[1:])
+                normed = norm_gemv_kernel(formats, n_in, *_gemv_shape(formats, n_rows, n_in, 1)[1:])
                 found[id(normed)] = normed
     return [*COMMON_KERNELS, *found.values()]
 
 
-def _gemv_shape(format_name: str, n_rows: int, n_in: int, n_tokens: int) -> tuple[int, int, int]:
+def _gemv_shape(formats: tuple[str, ...], n_rows: int, n_in: int, n_tokens: int) -> tuple[int, int, int]:
     """(tokens of a tile, lanes a row, rows a lane) of the integer kernel."""
     tile, rows = token_tile(n_tokens), gemv_rows(n_rows, n_tokens)
-    if format_name in WIDE_DOTS:
+    if set(formats) & set(WIDE_DOTS):
         rows = min(rows, 2)  # registers
-    if format_name == "f32" and n_tokens <= 64:  # routers have few rows: blocks of few tokens fill more of the device
+    if formats == ("f32",) and n_tokens <= 64:  # routers have few rows: blocks of few tokens fill more of the device
         tile = min(tile, 1 if n_tokens <= 8 else 2)
-    return tile, row_lanes(n_in, format_name), rows
+    return tile, row_lanes(n_in, formats[0]), rows
 
 
 def _launch_gemv(x: Act, group: list[Job], finish: tuple[Any, ...]) -> None:
     width, n_tokens = finish[-2], finish[-1]
     n_rows = sum(w.n_out for w, _, _ in group)
-    tile, lanes, rows = _gemv_shape(group[0][0].format.name, n_rows, width, n_tokens)
+    tile, lanes, rows = _gemv_shape(_formats(group), n_rows, width, n_tokens)
     formats, matrices, n_blocks = _matrix_arguments(group, _GEMV_WARPS * (32 // lanes) * rows)
     quant = (None, None, None) if x.quant is None else (x.quant.values, x.quant.scales, x.quant.sums)
     if quant[0] is None and not all(w.format.is_float for w, _, _ in group):
