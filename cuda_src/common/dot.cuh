@@ -94,8 +94,8 @@ __device__ __forceinline__ float dot_pair(const Piece& w, const Piece& w2, const
     return fmaf(x.scale[1], r1, fmaf(x.scale[0], r0, acc));
 }
 
-// How the integer kernels take a row: by spans of PIECES pieces, which a lane loads and unpacks together. With -DWIDE_DOTS=1
-// a format may have its own way, with the same members (quants/q6_k.cuh).
+// How the integer kernels take a row: by spans of PIECES pieces, which a lane loads and unpacks together. A
+// format may have its own way, with the same members (quants/q6_k.cuh).
 template <class F>
 struct Dots {
     static constexpr int PIECES = F::PAIRED ? 2 : 1, BIAS = 0;

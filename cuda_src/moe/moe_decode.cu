@@ -10,7 +10,7 @@
 // computes it also quantises it; 32 * ROW_LANES / LANE_ROWS threads. moe_down: grid x = BLOCK_WARPS * 32 / ROW_LANES *
 // LANE_ROWS rows. moe_down_sum: grid x = 32 / ROW_LANES * LANE_ROWS rows, y = tokens; a warp a slot, in turn.
 // -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 0 1; -DTOKEN_TILE 1 2 4 8;
-// -DROW_LANES 4 8 16 32; -DLANE_ROWS 1 2 4; -DBLOCK_WARPS; -DWIDE_DOTS 0 1. Moves the rows of the experts in use, once per tile of tokens.
+// -DROW_LANES 4 8 16 32; -DLANE_ROWS 1 2 4; -DBLOCK_WARPS. Moves the rows of the experts in use, once per tile of tokens.
 
 #define SETTLED_WEIGHTS
 #include "common/act_store.cuh"

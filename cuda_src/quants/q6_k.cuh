@@ -75,7 +75,6 @@ struct WideQ6 {
     }
 };
 
-#if WIDE_DOTS
 template <>
 struct Dots<q6_k> {
     static constexpr int PIECES = 2, BIAS = 32;
@@ -98,4 +97,3 @@ struct Dots<q6_k> {
         }
     }
 };
-#endif

@@ -27,12 +27,6 @@ def dependent_launches() -> bool:
     return _flag("RIMURU_DEPENDENT_LAUNCH", True)
 
 
-def wide_experts(kind: str) -> bool:
-    """RIMURU_WIDE_EXPERTS=strips,dots: experts' kernels of these kinds take more of a row at a time: strips on tensor
-    cores by way of shared memory, dots by fewer lanes a row. Off until a card has shown what is faster."""
-    return kind in os.environ.get("RIMURU_WIDE_EXPERTS", "").split(",")
-
-
 def poison_free_pages() -> bool:
     """RIMURU_POISON=1: fill pages with NaN patterns when they are released, so that stale reads show."""
     return _flag("RIMURU_POISON", False)

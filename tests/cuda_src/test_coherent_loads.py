@@ -27,7 +27,7 @@ EXPERTS = [
     moe_kernels.down_kernel("q6_k", 2, *moe.down_shape("q6_k", 768, 2, 16)),
     moe_kernels.down_sum_kernel("q6_k", *moe.down_shape("q6_k", 768, 1, 8), 8),
     moe_kernels.up_matrix_kernel("q4_k", "q4_k", moe_kernels.up_matrix_shape(4)),
-    moe_kernels.down_matrix_kernel("q4_k", moe_kernels.down_matrix_shape(100, "q4_k")),
+    moe_kernels.down_matrix_kernel("q4_k", moe_kernels.down_matrix_shape(100)),
 ]  # fmt: skip
 
 
@@ -91,7 +91,7 @@ LISTED = [
     moe_kernels.down_kernel("q6_k", 2, *moe.down_shape("q6_k", 768, 2, 16), listed=True),
     moe_kernels.up_matrix_kernel("q4_k", "q4_k", moe_kernels.up_matrix_shape(4), listed=True),
     moe_kernels.up_matrix_kernel("q4_k", "q4_k", moe_kernels.up_matrix_shape(100), listed=True),
-    moe_kernels.down_matrix_kernel("q4_k", moe_kernels.down_matrix_shape(100, "q4_k"), listed=True),
+    moe_kernels.down_matrix_kernel("q4_k", moe_kernels.down_matrix_shape(100), listed=True),
 ]
 
 

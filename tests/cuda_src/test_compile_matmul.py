@@ -51,7 +51,7 @@ COMMON = [
     moe_kernels.up_kernel("nvfp4", "nvfp4", 2, *moe.up_shape(2, 16), True),
     moe_kernels.down_kernel("nvfp4", 2, *moe.down_shape("nvfp4", 768, 2, 16), True),
     moe_kernels.up_matrix_kernel("nvfp4", "nvfp4", moe_kernels.up_matrix_shape(4), True),
-    moe_kernels.down_matrix_kernel("nvfp4", moe_kernels.down_matrix_shape(100, "nvfp4"), True),
+    moe_kernels.down_matrix_kernel("nvfp4", moe_kernels.down_matrix_shape(100), True),
 ]  # fmt: skip
 # The decoding headers do not know the architecture, so each type is compiled once, the architectures taking turns.
 TYPES = [

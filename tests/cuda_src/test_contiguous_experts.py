@@ -81,7 +81,8 @@ def test_results_are_equal(
     x = matmul_cases.filled_act(ops, moe_cases.normal(rng, n_tokens, N_IN))
     monkeypatch.setattr(paging, "QWEN3_30B", SPEC)
     monkeypatch.setattr(paging, "N_IN", N_IN)
-    monkeypatch.setattr(moe, "UNSORTED_TOKENS", 4)  # of so few experts, sorted ones soon go to tensor cores
+    monkeypatch.setattr(moe, "UNSORTED_TOKENS", 4)
+    monkeypatch.setattr(moe, "SPARSE_UNSORTED_TOKENS", {})  # of so few experts, sorted ones soon go to tensor cores
     with paging.recorded() as launches:
         scratch, total = paging.run_layer(ops, x, ids, table)
     is_summed = launches[-1].kernel.name == "moe_down_sum"
@@ -116,7 +117,7 @@ def test_they_compile() -> None:
         moe_kernels.up_kernel("q4_k", "q4_k", 1, *moe.up_shape(1, 1)),
         moe_kernels.down_kernel("q6_k", 1, *moe.down_shape("q6_k", 768, 1, 16)),
         moe_kernels.up_matrix_kernel("q4_k", "q4_k", moe_kernels.up_matrix_shape(2.0)),
-        moe_kernels.down_matrix_kernel("q6_k", moe_kernels.down_matrix_shape(100.0, "q6_k")),
+        moe_kernels.down_matrix_kernel("q6_k", moe_kernels.down_matrix_shape(100.0)),
     ]
     assert layout.n_pages == 7
     for kernel in map(paging.contiguous_kernel, kernels):

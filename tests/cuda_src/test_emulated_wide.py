@@ -1,5 +1,5 @@
-"""Experts' kernels that take more of a row at a time: on tensor cores by way of shared memory, bit for bit as without,
-and with few tokens by fewer lanes."""
+"""Experts on tensor cores with weights by way of shared memory, bit for bit as without; and with few tokens by few
+lanes a row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cases.common import Case
 
 from rimuru.arch.spec import MoeSpec
 from rimuru.formats.quants import BY_NAME, ENGINE_FORMATS
-from rimuru.ops.cuda import moe_kernels
+from rimuru.ops.cuda import moe, moe_kernels
 from rimuru.ops.cuda.launch import Kernel
 
 emulated = pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine")
@@ -43,6 +43,14 @@ def launched(emulator: emulate.Emulator, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setitem(sys.modules, "cupy", emulate.fake_cupy())
     monkeypatch.setattr(Kernel, "__call__", call)
     yield kernels
+
+
+def set_rings(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
+    """As many for every type; 0: none."""
+    rings = {fmt.name: (slots, 512) for fmt in ENGINE_FORMATS} if slots else {}
+    for table in (moe_kernels.UP_RINGS, moe_kernels.DOWN_RINGS):
+        for n_tokens in table:
+            monkeypatch.setitem(table, n_tokens, rings)
 
 
 def of_types(gate: str | None, up: str, down: str) -> dict[str, str]:
@@ -71,15 +79,36 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(CASES.index(case)))
 def test_rings_give_the_same_bits(case: Case, launched: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, ops = case.inputs(), emulate.EmulatedOps()
+    set_rings(monkeypatch, 0)
     without = case.run(ops, inputs)  # type: ignore[arg-type]
     assert not any("STRIP_RING" in kernel.defines for kernel in launched)
-    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "strips")
+    set_rings(monkeypatch, 3)
     launched.clear()
     found = case.run(ops, inputs)  # type: ignore[arg-type]
     rings = [kernel.name for kernel in launched if "STRIP_RING" in kernel.defines]
     assert rings == ["moe_gate_up_strip", "moe_down_strip"]
     assert all(np.array_equal(found[name], without[name]) for name in without)
     case.check(ops)  # type: ignore[arg-type]
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("types", "rings"),
+    [(("q4_k", "q4_k", "q6_k"), [(1, 768), (1, 768)]), (("q4_k", "q4_k", "q8_0"), [(1, 768), (2, 512)])],
+    ids=["qwen3", "deepseek"],
+)
+def test_rings_of_strips_as_they_are_chosen(
+    types: tuple[str, str, str], rings: list[tuple[int, int]], launched: list[Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = case(of_types(*types), MoeSpec(5, 2, 512), 1024, 9)
+    inputs, ops = chosen.inputs(), emulate.EmulatedOps()
+    found = chosen.run(ops, inputs)  # type: ignore[arg-type]
+    strips = [kernel.defines for kernel in launched if "STRIP_TOKENS" in kernel.defines]
+    assert [(defines.get("STRIP_RING"), defines["STRIP_RESIDENT"]) for defines in strips] == rings
+    chosen.check(ops)  # type: ignore[arg-type]
+    set_rings(monkeypatch, 0)
+    without = chosen.run(ops, inputs)  # type: ignore[arg-type]
+    assert all(np.array_equal(found[name], without[name]) for name in without)
 
 
 FEW = [
@@ -91,29 +120,32 @@ FEW = [
 
 @emulated
 @pytest.mark.parametrize(("down", "width", "n_tokens", "found"), FEW)
-def test_few_tokens(
-    down: str, width: int, n_tokens: int, found: tuple[str, int, int], launched: list[Kernel],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_few_tokens(down: str, width: int, n_tokens: int, found: tuple[str, int, int], launched: list[Kernel]) -> None:
     """Right, and equal by one kernel and by two; the same for every token whatever else is in the batch."""
-    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "dots")
     spec = MoeSpec(5, 2, width)
     chosen = case(of_types("q6_k", "q6_k", down), spec, 512, n_tokens)
     inputs, ops = chosen.inputs(), emulate.EmulatedOps()
     apart = chosen.run(ops, inputs)["out"]  # type: ignore[arg-type]
-    assert [kernel.defines.get("WIDE_DOTS") for kernel in launched if kernel.name == "moe_gate_up"] == [1]
     launched.clear()
     assert np.array_equal(moe_cases.summed_at_once(ops, inputs, spec), apart)
     last = next(kernel for kernel in launched if kernel.name.startswith("moe_down"))
     assert (last.name, last.defines["ROW_LANES"], last.defines["LANE_ROWS"]) == found
-    assert last.defines.get("WIDE_DOTS") == (1 if down == "q6_k" else None)
     chosen.check(ops)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("n_tokens", "n_experts", "down", "tile"),
+    [(12, 4, "q5_0", 1), (13, 128, "q5_0", 2), (16, 128, "q4_k", 1), (16, 64, "q6_k", 4), (17, 256, "q6_k", 2)],
+)
+def test_sparse_assignments_of_measured_types_stay_unsorted(
+    n_tokens: int, n_experts: int, down: str, tile: int
+) -> None:
+    assert moe.dot_tile(n_tokens, n_tokens * 8 / n_experts, down) == tile
+
+
 @emulated
-def test_wide_results_do_not_depend_on_the_batch(launched: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_few_lanes_do_not_depend_on_the_batch(launched: list[Kernel]) -> None:
     """Alone, and with others, sorted, in tiles of tokens."""
-    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "dots")
     ops: Any = emulate.EmulatedOps(deterministic=True)
     spec = MoeSpec(3, 2, 768)
     chosen = case(of_types("q4_k", "q4_k", "q6_k"), spec, 256, 14)
@@ -141,13 +173,14 @@ def test_wide_results_do_not_depend_on_the_batch(launched: list[Kernel], monkeyp
 
 
 def ring_shape(name: str, load: float, n_in: int) -> moe_kernels.Shape:
-    return moe_kernels.with_ring(moe_kernels.up_matrix_shape(load), [BY_NAME[name]], n_in)
+    return moe_kernels.with_ring(moe_kernels.up_matrix_shape(load), [BY_NAME[name]], n_in, moe_kernels.UP_RINGS)
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("fmt", ENGINE_FORMATS, ids=lambda fmt: fmt.name)
-def test_a_ring_holds_every_step_and_fits(fmt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_holds_every_step_and_fits(fmt: Any, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever a row starts, the whole 16 bytes that a step lies in; rows an odd number of them apart."""
-    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "strips")
+    set_rings(monkeypatch, slots)
     step_bytes = 256 // fmt.block_elements * fmt.block_bytes
     unit = np.gcd(fmt.block_bytes, 16) if not fmt.is_float else 16
     starts = np.arange(0, 16, unit)
@@ -156,18 +189,21 @@ def test_a_ring_holds_every_step_and_fits(fmt: Any, monkeypatch: pytest.MonkeyPa
     for load in (1, 8, 20, 30):
         for n_in in (256, 768, 2048, 7168):
             shape = ring_shape(fmt.name, load, n_in)
-            assert shape.shared_bytes <= 99 * 1024 and shape.ring <= moe_kernels.MAX_RING
+            assert shape.shared_bytes <= 99 * 1024 and shape.ring <= slots
 
 
 @pytest.mark.skipif(not nvrtc.available(), reason="no compiler library")
 @pytest.mark.parametrize("architecture", [80, 90, 120])
 @pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0", "mxfp4"])
 def test_they_compile(name: str, architecture: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "strips")
+    if name == "mxfp4":  # rows at any address
+        set_rings(monkeypatch, 3)
     for load in (2, 8):
         up = moe_kernels.up_matrix_kernel(name, name, ring_shape(name, load, 2048), listed=True)
-        down = moe_kernels.down_matrix_kernel(name, ring_shape(name, load, 768), listed=True)
-        for kernel in (up, down):
+        after = moe_kernels.down_matrix_shape(load)
+        after = moe_kernels.with_ring(after, [BY_NAME[name]], 768, moe_kernels.DOWN_RINGS)
+        down = moe_kernels.down_matrix_kernel(name, after, listed=True)
+        for kernel in (down,) if name == "q8_0" else (up, down):
             text = nvrtc.compile_source(kernel.path, kernel.defines, architecture, kind="PTX").decode(errors="replace")
             # Weights are copied past the registers, and read out of shared memory by loads that know whose it is.
             assert "cp.async.cg.shared.global" in text and "ld.shared" in text

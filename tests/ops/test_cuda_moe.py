@@ -13,6 +13,7 @@ from cases.matmul import filled_act
 
 from rimuru.arch.spec import MoeSpec
 from rimuru.ops.base import ExpertTable
+from rimuru.ops.cuda import moe_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -27,18 +28,11 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
     yield CudaOps(deterministic=request.param)
 
 
-@pytest.fixture(params=["", "strips,dots"], ids=["narrow", "wide"])
-def wide(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kinds of kernels (env.wide_experts)."""
-    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", request.param)
-
-
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_case(ops: Any, case: Case) -> None:
     case.check(ops)
 
 
-@pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("n_tokens", [1, 2, 3, 4, 5, 8, 9, 12, 13, 16, 24, 25, 33, 64, 65, 100, 129, 130, 161])
 def test_every_switch_of_kernel(ops: Any, n_tokens: int) -> None:
     """An expert gets half as many assignments as there are tokens: dots, strips of 8, 16 and 32 tokens, two tiles."""
@@ -46,7 +40,6 @@ def test_every_switch_of_kernel(ops: Any, n_tokens: int) -> None:
     cases.experts_case(f"switch T={n_tokens}", formats, MoeSpec(4, 2, 256), 256, n_tokens).check(ops)
 
 
-@pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("n_tokens", [1, 3, 4, 5])
 @pytest.mark.parametrize("down", ["q4_k", "q6_k", "mxfp4"])
 def test_down_and_the_sum_in_one_kernel_are_equal_to_both(ops: Any, down: str, n_tokens: int) -> None:
@@ -66,8 +59,15 @@ def test_strips_through_shared_memory_give_the_same_bits(
     """Over and over: a slot that is filled before it has been read would show at times only."""
     spec = MoeSpec(8, 4, 768)
     inputs = (case := cases.experts_case("ring", {"gate": gate, "up": up, "down": down}, spec, 2048, n_tokens)).inputs()
+    found = [case.run(ops, inputs)["slots"] for _ in range(20)]
+    for table in (moe_kernels.UP_RINGS, moe_kernels.DOWN_RINGS):
+        for tokens_of_strip in table:
+            monkeypatch.setitem(table, tokens_of_strip, {})
     wanted = case.run(ops, inputs)["slots"]
-    monkeypatch.setenv("RIMURU_WIDE_EXPERTS", "strips")
+    assert all(np.array_equal(slots, wanted) for slots in found)
+    for table in (moe_kernels.UP_RINGS, moe_kernels.DOWN_RINGS):
+        for tokens_of_strip in table:
+            monkeypatch.setitem(table, tokens_of_strip, dict.fromkeys((gate, up, down), (3, 512)))
     assert all(np.array_equal(case.run(ops, inputs)["slots"], wanted) for _ in range(20))
 
 
@@ -104,7 +104,6 @@ def tokens(n: int) -> tuple[np.ndarray, np.ndarray]:
     return rng.standard_normal((n, 1024)).astype(np.float32), ids
 
 
-@pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("n", [1, 2, 7, 30, 100, 400])
 def test_placement_never_changes_a_bit(layer: Layer, n: int) -> None:
     x, ids = tokens(n)
@@ -114,7 +113,6 @@ def test_placement_never_changes_a_bit(layer: Layer, n: int) -> None:
     assert np.array_equal(layer.run(layer.on_host, x, ids), want)
 
 
-@pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("n", [5, 300, 1024, 2500])
 def test_loading_buffers_are_pages_as_any_other(layer: Layer, n: int) -> None:
     """Half of the experts in an allocation of their own, tokens as in a prefill."""
@@ -128,7 +126,6 @@ def test_loading_buffers_are_pages_as_any_other(layer: Layer, n: int) -> None:
     assert np.isfinite(want).all() and want.any()
 
 
-@pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("n", [2, 4, 30, 100])
 def test_deterministic_experts_do_not_depend_on_the_batch(layer: Layer, n: int) -> None:
     if n > 4 and not layer.ops.deterministic:

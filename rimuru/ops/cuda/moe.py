@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from rimuru.arch.spec import MoeSpec
-from rimuru.base import env
 from rimuru.base.errors import RimuruError
 from rimuru.base.units import ceil_div
 from rimuru.memory.specs import ExpertLayerLayout, ProjectionLayout
@@ -32,9 +31,11 @@ from rimuru.ops.cuda.matmul import (
     token_tile,
 )
 from rimuru.ops.cuda.moe_kernels import (
+    DOWN_RINGS,
     DOWN_WARPS,
     LEAN_FORMATS,
     SPAN_FORMATS,
+    UP_RINGS,
     Shape,
     down_kernel,
     down_matrix_kernel,
@@ -50,6 +51,9 @@ from rimuru.ops.cuda.routing import route_kernel
 
 UNSORTED_TOKENS = 12
 """Up to this many tokens every assignment is an item by itself: few experts are met twice, and no sort is needed."""
+
+SPARSE_UNSORTED_TOKENS = {"q4_k": 16, "q6_k": 16}
+"""The same for down projections of these types where an expert has at most one assignment on average."""
 
 MAX_DOT_LOAD = 1.5
 """Up to this many assignments an expert on average, integer dot products are used. (Both measured on an H200 with 128
@@ -133,9 +137,10 @@ def on_tensor_cores(n_tokens: int, load: float) -> bool:
     return n_tokens > MAX_GEMV_TOKENS and load > MAX_DOT_LOAD
 
 
-def dot_tile(n_tokens: int, load: float) -> int:
+def dot_tile(n_tokens: int, load: float, down: str) -> int:
     """Assignments that the integer kernels handle for one reading of an expert's rows."""
-    return 1 if n_tokens <= UNSORTED_TOKENS else token_tile(max(2, int(2 * load)))
+    unsorted = SPARSE_UNSORTED_TOKENS.get(down, UNSORTED_TOKENS) if load <= 1 else UNSORTED_TOKENS
+    return 1 if n_tokens <= unsorted else token_tile(max(2, int(2 * load)))
 
 
 def page_factor(rows_per_page: int, n_rows: int) -> int:
@@ -208,7 +213,7 @@ class _Left:
         call, down, buffers = self.call, self.down, self.call.buffers
         (n_tokens, top_k), n_experts = self.ids.shape, call.table.layout.n_experts
         lanes, rows, resident = down_shape(down.format.name, down.n_in, 1, n_tokens)
-        kernel = down_sum_kernel(down.format.name, lanes, rows, resident, top_k, call.scaled, env.wide_experts("dots"))
+        kernel = down_sum_kernel(down.format.name, lanes, rows, resident, top_k, call.scaled)
         kernel(
             (ceil_div(down.n_rows, 32 // lanes * rows), n_tokens),
             (32 * int(kernel.defines["BLOCK_WARPS"]),),
@@ -232,7 +237,7 @@ def moe_experts(
     load = n_tokens * top_k / n_experts
     with_halves = buffers.halves is not None and x.quant is not None and x.quant.halves is not None
     on_matrices = with_halves and on_tensor_cores(n_tokens, load)
-    tile = up_matrix_shape(load).tokens if on_matrices else dot_tile(n_tokens, load)
+    tile = up_matrix_shape(load).tokens if on_matrices else dot_tile(n_tokens, load, down.format.name)
     items, item_pages, n_items, order, max_items = None, None, None, None, ids.size
     if tile > 1:
         item_pages = buffers.item_pages if table.layout.n_pages <= _ITEM_PAGES else None
@@ -254,11 +259,10 @@ def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: Projection
     buffers, quant, gate = call.buffers, call.x.quant, call.projection("gate")
     gate_name = None if gate is None else gate.format.name
     n_tokens = call.item_arguments[4].shape[0]
-    lanes, rows, resident = up_shape(tile, n_tokens)
+    lanes, rows, resident = up_shape(tile, n_tokens, (gate_name, up.format.name))
     x_forms = (None, None, None) if quant is None else (quant.values, quant.scales, quant.sums)
     hidden_forms = (buffers.values, buffers.scales, buffers.sums)
-    wide = env.wide_experts("dots")
-    up_kernel(gate_name, up.format.name, tile, lanes, rows, resident, call.scaled, call.listed, wide)(
+    up_kernel(gate_name, up.format.name, tile, lanes, rows, resident, call.scaled, call.listed)(
         (ceil_div(up.n_rows, ACT_BLOCK), call.max_items),
         (32 * lanes // rows,),
         (
@@ -269,24 +273,24 @@ def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: Projection
     if buffers.left is not None:
         return
     lanes, rows, resident = down_shape(down.format.name, down.n_in, tile, n_tokens)
-    down_kernel(down.format.name, tile, lanes, rows, resident, call.scaled, call.listed, wide)(
+    down_kernel(down.format.name, tile, lanes, rows, resident, call.scaled, call.listed)(
         (ceil_div(down.n_rows, DOWN_WARPS * (32 // lanes) * rows), call.max_items),
         (DOWN_WARPS * 32,),
         (buffers.hidden, *hidden_forms, down.n_in, *call.down_arguments(down)),
     )
 
 
-def up_shape(tile: int, n_tokens: int) -> tuple[int, int, int]:
+def up_shape(tile: int, n_tokens: int, formats: tuple[str | None, ...] = ()) -> tuple[int, int, int]:
     """(lanes a row, hidden rows a lane, resident threads) of gate_up; the lanes are always as many (order of sums)."""
-    if tile > 1:
-        return 8, 1 if tile == 2 else 2, 512
+    if tile > 1:  # two rows of Q6_K, of which a lane holds 64 weights each, and 4 tokens: more than there are registers
+        return 8, 1 if tile == 2 or "q6_k" in formats else 2, 512
     return (8, 1, 512 if n_tokens == 1 else 768) if n_tokens <= 4 else (8, 2, 512)
 
 
 def down_shape(format_name: str, n_in: int, tile: int, n_tokens: int) -> tuple[int, int, int]:
     """(lanes a row, rows a lane, resident threads) of the down kernel; the lanes depend on the width only (order of
     sums)."""
-    if env.wide_experts("dots") and n_in <= 1024 and format_name in SPAN_FORMATS and 0 < n_in // 64 % 8 <= 4:
+    if n_in <= 1024 and format_name in SPAN_FORMATS and 0 < n_in // 64 % 8 <= 4:
         # Eight lanes would have nothing for half of them in the last round.
         return 4, 1 if n_tokens == 1 else 2, 768 if tile == 1 and n_tokens > 1 else 512
     resident = 1024 if format_name in LEAN_FORMATS else 768
@@ -322,8 +326,8 @@ def _matrix_shapes(
 ) -> tuple[Shape, Shape]:
     """Of gate_up and of down, on tensor cores."""
     up_formats = [p.format for p in (gate, up) if p is not None]
-    shape = with_ring(up_matrix_shape(load), up_formats, up.n_in)
-    return shape, with_ring(down_matrix_shape(load, down.format.name), [down.format], down.n_in)
+    shape = with_ring(up_matrix_shape(load), up_formats, up.n_in, UP_RINGS)
+    return shape, with_ring(down_matrix_shape(load), [down.format], down.n_in, DOWN_RINGS)
 
 
 def experts_kernels(
@@ -334,7 +338,7 @@ def experts_kernels(
     assert up is not None and down is not None
     gate_name = None if gate is None else gate.format.name
     found: dict[int, Kernel] = {}
-    lists, wide = layout.n_pages <= _ITEM_PAGES, env.wide_experts("dots")
+    lists = layout.n_pages <= _ITEM_PAGES
     for n_tokens in range(1, max_tokens + 1):
         load = n_tokens * spec.top_k / layout.n_experts
         if _has_halves(n_tokens, spec, up.n_in, deterministic):
@@ -344,16 +348,17 @@ def experts_kernels(
                 down_matrix_kernel(down.format.name, shapes[1], scaled, lists),
             )
         else:
-            tile = dot_tile(n_tokens, load)
+            tile = dot_tile(n_tokens, load, down.format.name)
             listed = lists and tile > 1
             down_kind = down_shape(down.format.name, down.n_in, tile, n_tokens)
+            up_kind = up_shape(tile, n_tokens, (gate_name, up.format.name))
             pair = (
-                up_kernel(gate_name, up.format.name, tile, *up_shape(tile, n_tokens), scaled, listed, wide),
-                down_kernel(down.format.name, tile, *down_kind, scaled, listed, wide),
+                up_kernel(gate_name, up.format.name, tile, *up_kind, scaled, listed),
+                down_kernel(down.format.name, tile, *down_kind, scaled, listed),
             )
-        if dot_tile(n_tokens, load) == 1:
+        if dot_tile(n_tokens, load, down.format.name) == 1:
             down_kind = down_shape(down.format.name, down.n_in, 1, n_tokens)
-            kernel = down_sum_kernel(down.format.name, *down_kind, spec.top_k, scaled, wide)
+            kernel = down_sum_kernel(down.format.name, *down_kind, spec.top_k, scaled)
             found[id(kernel)] = kernel
         found |= {id(kernel): kernel for kernel in pair}
     return [*COMMON_KERNELS, route_kernel(layout.n_experts), *found.values()]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from rimuru.base import env
 from rimuru.base.units import align_up, ceil_div
 from rimuru.formats.quants import QuantFormat
 from rimuru.ops.cuda.launch import Kernel
@@ -25,22 +24,26 @@ MAX_STRIP_LOAD = 32
 STRIP_WARPS = 8
 """Warps of a block of the strip kernels, 16 weight rows each."""
 
-MAX_RING = 3
-"""Most steps of packed weights that a warp of the strip kernels has under way in shared memory."""
+_K_STRIPS, _K_WIDE_STRIPS = {"q4_k": (1, 768), "q6_k": (1, 768)}, {"q4_k": (3, 512), "q6_k": (3, 512)}
+_OLD_DOWNS = {"q5_0": (2, 512), "q8_0": (2, 512)}
+UP_RINGS: dict[int, dict[str, tuple[int, int]]] = {8: _K_STRIPS, 16: _K_WIDE_STRIPS, 32: _K_WIDE_STRIPS}
+"""Strips of gate_up with packed weights by way of shared memory, by tokens and type: most steps a warp has there at
+a time, and threads that a multiprocessor must be able to hold. Other types have weights in registers: measured were
+Qwen3-30B and, for Q5_0 and Q8_0 in down, DeepSeek-V2-Lite, on an H200 (tools/LOG.md). With 8 tokens more threads hide
+more than more steps under way."""
+
+DOWN_RINGS: dict[int, dict[str, tuple[int, int]]] = {n: rings | _OLD_DOWNS for n, rings in UP_RINGS.items()}
+"""The same of down."""
 
 MAX_SHARED_BYTES = 99 * 1024
 """Shared memory of a block on every supported card."""
 
 DOWN_WARPS = 8
 SPAN_FORMATS = ("q4_k", "q5_k", "q6_k")
-"""Types of which the integer kernels take 64 elements of a row at a time (of Q6_K where they are wide)."""
+"""Types of which the integer kernels take 64 elements of a row at a time."""
 
 LEAN_FORMATS = ("q6_k", "q4_0")
 """Types whose down kernel of single assignments does with 64 registers, if it has to: a third more threads."""
-
-LEAN_STRIPS = ("q4_k", "q6_k")
-"""Types whose strips of 8 tokens have half as many threads more in the down kernel. Others had them in e92052d, since
-when DeepSeek-V2-Lite with 32 streams was a tenth slower: they lack the registers."""
 
 _ITEMS = "items: *, item_pages: i64*, n_items: i32*, order: i32*, ids: i32*, active: bool*, n_experts: i32, top_k: i32"
 _PAGES = "addresses: i64*, n_pages: i32"
@@ -52,17 +55,15 @@ _DOWN_PAGES = "first_page: i32, rows_per_page: i32, page_factor: i32, row_bytes:
 
 _SCALED: tuple[dict[str, int | str], dict[str, int | str]] = ({}, {"EXPERT_FACTORS": 1})
 _LISTED: tuple[dict[str, int | str], dict[str, int | str]] = ({}, {"ITEM_PAGES": 1})
-_WIDE: tuple[dict[str, int | str], dict[str, int | str]] = ({}, {"WIDE_DOTS": 1})
 
 
 @cache
 def up_kernel(
     gate: str | None, up: str, tile: int, lanes: int, rows: int, resident: int = 512, scaled: bool = False,
-    listed: bool = False, wide: bool = False,
+    listed: bool = False,
 ) -> Kernel:  # fmt: skip
     """gate_up for few tokens; gate None = no gate. resident: threads that a multiprocessor must be able to hold.
-    scaled: the experts have factors. listed: every item has a list of its expert's pages. wide: lanes take longer parts
-    of rows, as far as a type has such a way (env.wide_experts)."""
+    scaled: the experts have factors. listed: every item has a list of its expert's pages."""
     signature = (
         f"x_f32: f32*, x_values: i8*, x_scales: f32*, x_sums: i32*, width: i32, {_ITEMS}, {_PAGES}, {_UP_PAGES},"
         "gate_factors: f32*, up_factors: f32*, gate_bias: f32*, up_bias: f32*, hidden: f32*,"
@@ -72,15 +73,14 @@ def up_kernel(
         "FORMAT_GATE": gate or up, "FORMAT_UP": up, "GATED": int(gate is not None), "TOKEN_TILE": tile,
         "ROW_LANES": lanes, "LANE_ROWS": rows, "RESIDENT_THREADS": resident,
     }  # fmt: skip
-    defines |= _SCALED[scaled] | _LISTED[listed] | _WIDE[wide and "q6_k" in (gate, up)]
+    defines |= _SCALED[scaled] | _LISTED[listed]
     return Kernel("moe/moe_decode.cu", "moe_gate_up", signature, defines)
 
 
 @cache
 def down_kernel(
-    down: str, tile: int, lanes: int, rows: int, resident: int = 512, scaled: bool = False, listed: bool = False,
-    wide: bool = False,
-) -> Kernel:  # fmt: skip
+    down: str, tile: int, lanes: int, rows: int, resident: int = 512, scaled: bool = False, listed: bool = False
+) -> Kernel:
     """down for few tokens; the rest as in up_kernel."""
     signature = (
         f"h_f32: f32*, h_values: i8*, h_scales: f32*, h_sums: i32*, n_hidden: i32, {_ITEMS}, {_PAGES}, {_DOWN_PAGES},"
@@ -90,14 +90,12 @@ def down_kernel(
         "FORMAT_DOWN": down, "TOKEN_TILE": tile, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": DOWN_WARPS,
         "RESIDENT_THREADS": resident,
     }  # fmt: skip
-    defines |= _SCALED[scaled] | _LISTED[listed] | _WIDE[wide and down == "q6_k"]
+    defines |= _SCALED[scaled] | _LISTED[listed]
     return Kernel("moe/moe_decode.cu", "moe_down", signature, defines)
 
 
 @cache
-def down_sum_kernel(
-    down: str, lanes: int, rows: int, resident: int, top_k: int, scaled: bool = False, wide: bool = False
-) -> Kernel:
+def down_sum_kernel(down: str, lanes: int, rows: int, resident: int, top_k: int, scaled: bool = False) -> Kernel:
     """down and the weighted sum for few tokens, each assignment by itself; as many warps as have equally many slots."""
     warps = ceil_div(top_k, ceil_div(top_k, DOWN_WARPS))
     signature = (
@@ -109,7 +107,7 @@ def down_sum_kernel(
         "FORMAT_DOWN": down, "TOKEN_TILE": 1, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": warps,
         "RESIDENT_THREADS": resident,
     }  # fmt: skip
-    defines |= _SCALED[scaled] | _WIDE[wide and down == "q6_k"]
+    defines |= _SCALED[scaled]
     return Kernel("moe/moe_decode.cu", "moe_down_sum", signature, defines)
 
 
@@ -166,11 +164,9 @@ def up_matrix_shape(load: float) -> Shape:
     return _matrix_shape(load, ahead=True)
 
 
-def down_matrix_shape(load: float, down: str) -> Shape:
+def down_matrix_shape(load: float) -> Shape:
     """The tensor-core kernel of down, with the tokens of up_matrix_shape: both go through one list of items."""
-    shape = _matrix_shape(load, ahead=False)  # short rows: fewer registers, so fewer spills, are worth more
-    # Without loads ahead, more threads hide as much. Measured for 8 tokens; other types then lack registers.
-    return replace(shape, resident=768) if shape.tokens == 8 and down in LEAN_STRIPS else shape
+    return _matrix_shape(load, ahead=False)  # short rows: fewer registers, so fewer spills, are worth more
 
 
 def _matrix_shape(load: float, ahead: bool) -> Shape:
@@ -185,9 +181,13 @@ def ring_chunk_bytes(tokens: int, chunk: int) -> int:
     return 2 * tokens * (chunk // 2 * 72 + 32)
 
 
-def with_ring(shape: Shape, formats: Sequence[QuantFormat], n_in: int) -> Shape:
-    """The shape with packed weights by way of shared memory, where that is asked for and they fit."""
-    if shape.family != "strip" or not env.wide_experts("strips"):
+def with_ring(
+    shape: Shape, formats: Sequence[QuantFormat], n_in: int, rings: Mapping[int, Mapping[str, tuple[int, int]]]
+) -> Shape:
+    """The shape with packed weights by way of shared memory, where UP_RINGS or DOWN_RINGS say so and they fit."""
+    found = [rings[shape.tokens].get(fmt.name, (0, 0)) for fmt in formats] if shape.family == "strip" else []
+    most, resident = min(found, default=(0, 0))
+    if most == 0:
         return shape
     n_pieces, pitch = ceil_div(n_in, 32), max(map(ring_pitch, formats))
     whole = min(strip_chunk(shape.tokens), align_up(n_pieces, 16))
@@ -195,10 +195,10 @@ def with_ring(shape: Shape, formats: Sequence[QuantFormat], n_in: int) -> Shape:
         chunk: (MAX_SHARED_BYTES - ring_chunk_bytes(shape.tokens, chunk)) // (shape.rows * pitch)
         for chunk in (whole, min(whole, 32))
     }
-    # Between pieces of K the copies of weights come to a stop, which costs less than having one slot only.
-    chunk = next((chunk for chunk, n in slots.items() if n >= 2), whole)
-    ring = min(MAX_RING, ceil_div(n_pieces, 8), slots[chunk])
-    return replace(shape, ring=ring, chunk=chunk, pitch=pitch, ahead=False, resident=512) if ring > 0 else shape
+    # Between pieces of K the copies of weights come to a stop, which costs less than one slot in place of several.
+    chunk = next((chunk for chunk, n in slots.items() if n >= min(most, 2)), whole)
+    ring = min(most, ceil_div(n_pieces, 8), slots[chunk])
+    return replace(shape, ring=ring, chunk=chunk, pitch=pitch, ahead=False, resident=resident) if ring > 0 else shape
 
 
 @cache
