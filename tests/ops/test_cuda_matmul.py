@@ -72,8 +72,8 @@ def test_every_switch_of_kernel(ops: Any, n_tokens: int) -> None:
 @pytest.mark.parametrize("n_tokens", [5, 8, 9, 16, 17])
 def test_strips_of_many_rows(ops: Any, n_tokens: int) -> None:
     """So many that activations go through shared memory, in two parts of K; two types in one launch."""
-    assert linear_strip(8201, 2304, n_tokens)[3]
-    cases.linear_case(f"many rows T={n_tokens}", ["q4_k", "q6_k"], [6000, 2201], 2304, n_tokens, full=True).check(ops)
+    assert linear_strip(10301, 2304, n_tokens)[3]
+    cases.linear_case(f"many rows T={n_tokens}", ["q4_k", "q6_k"], [8100, 2201], 2304, n_tokens, full=True).check(ops)
 
 
 @pytest.mark.parametrize("n_tokens", [7, 16])

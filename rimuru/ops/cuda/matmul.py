@@ -163,7 +163,7 @@ def linear_strip(n_rows: int, n_in: int, n_tokens: int) -> tuple[int, int, int, 
     if n_rows >= 16384:
         return strip_tokens(n_tokens), 8, 1, True
     tokens = 8 if n_tokens <= 8 else 16 if n_tokens <= 32 else 32
-    if n_rows >= (8192 if n_tokens <= 16 else 4096):
+    if n_rows >= (10240 if n_tokens <= 8 else 8192 if n_tokens <= 16 else 4096):  # 5,120 and 12,288 rows were measured
         return tokens, 8, 2, True
     if n_tokens <= 32:
         return tokens, 1, 16 if n_tokens <= 8 and n_in >= 4096 else 8, False
