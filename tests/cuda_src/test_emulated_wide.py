@@ -192,6 +192,17 @@ def test_a_ring_holds_every_step_and_fits(fmt: Any, slots: int, monkeypatch: pyt
             assert shape.shared_bytes <= 99 * 1024 and shape.ring <= slots
 
 
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0"])
+def test_no_ring_where_it_would_cost_threads(name: str) -> None:
+    """A multiprocessor of 100 KiB holds one block with a ring where it held two without."""
+    for load in (1, 8):
+        shape = moe_kernels.down_matrix_shape(load)
+        for kib, has_ring in ((100, False), (228, True)):
+            found = moe_kernels.with_ring(shape, [BY_NAME[name]], 768, moe_kernels.DOWN_RINGS, kib << 10)
+            assert (found.ring > 0) == has_ring and (has_ring or found == shape)
+            assert not has_ring or found.resident // found.threads * found.shared_bytes <= kib << 10
+
+
 @pytest.mark.skipif(not nvrtc.available(), reason="no compiler library")
 @pytest.mark.parametrize("architecture", [80, 90, 120])
 @pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0", "mxfp4"])

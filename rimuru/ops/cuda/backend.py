@@ -138,7 +138,7 @@ class CudaOps:
 
     def moe_scratch(self, max_tokens: int, spec: MoeSpec, n_in: int) -> MoeScratch:
         self._enter()
-        return moe.moe_scratch(max_tokens, spec, n_in, self.deterministic)
+        return moe.moe_scratch(max_tokens, spec, n_in, self.deterministic, self.info.sm_shared_bytes)
 
     def moe_scratch_bytes(self, max_tokens: int, spec: MoeSpec, n_in: int) -> int:
         return moe.moe_scratch_bytes(max_tokens, spec, n_in, self.deterministic)

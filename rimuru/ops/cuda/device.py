@@ -72,6 +72,8 @@ class DeviceInfo:
     total_bytes: int
     max_shared_bytes: int
     """Shared memory that one block may ask for."""
+    sm_shared_bytes: int
+    """Shared memory of a multiprocessor."""
     host_pointers: bool
     """Registered host memory has the same address on the device."""
 
@@ -88,6 +90,7 @@ class DeviceInfo:
             n_multiprocessors=properties["multiProcessorCount"],
             total_bytes=properties["totalGlobalMem"],
             max_shared_bytes=properties["sharedMemPerBlockOptin"],
+            sm_shared_bytes=properties["sharedMemPerMultiprocessor"],
             host_pointers=bool(runtime.deviceGetAttribute(_CAN_USE_HOST_POINTER, device_id)),
         )
 

@@ -33,6 +33,7 @@ from rimuru.ops.cuda.matmul import (
 from rimuru.ops.cuda.moe_kernels import (
     DOWN_RINGS,
     DOWN_WARPS,
+    H200_SHARED_BYTES,
     LEAN_FORMATS,
     SPAN_FORMATS,
     UP_RINGS,
@@ -87,11 +88,19 @@ class ExpertBuffers:
     item_pages: Array  # int64 [max items, pages of an expert], as far as there are
     n_items: Array  # int32 [1]
     block_counts: Array  # int32 [ceil(A / 1024), n_experts]
+    sm_shared_bytes: int  # shared memory of a multiprocessor
     left: _Left | None = None  # what `moe_experts` left to `moe_combine`
 
 
-def moe_scratch(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: bool = False) -> MoeScratch:
-    """See Ops.moe_scratch. deterministic: only the integer kernels, whatever the batch."""
+def moe_scratch(
+    max_tokens: int,
+    spec: MoeSpec,
+    n_in: int,
+    deterministic: bool = False,
+    sm_shared_bytes: int = H200_SHARED_BYTES,
+) -> MoeScratch:
+    """See Ops.moe_scratch. deterministic: only the integer kernels, whatever the batch. sm_shared_bytes: shared memory
+    of a multiprocessor."""
     import cupy
 
     n, hidden = max_tokens * spec.top_k, spec.width
@@ -109,6 +118,7 @@ def moe_scratch(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: bool =
         cupy.empty(n * _ITEM_PAGES, np.int64),
         cupy.empty(1, np.int32),
         cupy.empty((ceil_div(n, sorting.THREADS), spec.n_experts), np.int32),
+        sm_shared_bytes,
     )
     return MoeScratch(cupy.empty((n, n_in), np.float32), private)
 
@@ -302,7 +312,7 @@ def _experts_on_tensor_cores(
 ) -> None:
     buffers, x, gate = call.buffers, call.x, call.projection("gate")
     make_halves(x, n_assignments // call.spec.top_k)
-    shape, after = _matrix_shapes(load, gate, up, down)
+    shape, after = _matrix_shapes(load, gate, up, down, buffers.sm_shared_bytes)
     up_matrix_kernel(None if gate is None else gate.format.name, up.format.name, shape, call.scaled, call.listed)(
         (ceil_div(up.n_rows, shape.rows if gate is None else shape.rows // 2), call.max_items),
         (shape.threads,),
@@ -322,12 +332,12 @@ def _experts_on_tensor_cores(
 
 
 def _matrix_shapes(
-    load: float, gate: ProjectionLayout | None, up: ProjectionLayout, down: ProjectionLayout
+    load: float, gate: ProjectionLayout | None, up: ProjectionLayout, down: ProjectionLayout, sm_shared_bytes: int
 ) -> tuple[Shape, Shape]:
     """Of gate_up and of down, on tensor cores."""
     up_formats = [p.format for p in (gate, up) if p is not None]
-    shape = with_ring(up_matrix_shape(load), up_formats, up.n_in, UP_RINGS)
-    return shape, with_ring(down_matrix_shape(load), [down.format], down.n_in, DOWN_RINGS)
+    shape = with_ring(up_matrix_shape(load), up_formats, up.n_in, UP_RINGS, sm_shared_bytes)
+    return shape, with_ring(down_matrix_shape(load), [down.format], down.n_in, DOWN_RINGS, sm_shared_bytes)
 
 
 def experts_kernels(
@@ -342,7 +352,7 @@ def experts_kernels(
     for n_tokens in range(1, max_tokens + 1):
         load = n_tokens * spec.top_k / layout.n_experts
         if _has_halves(n_tokens, spec, up.n_in, deterministic):
-            shapes = _matrix_shapes(load, gate, up, down)
+            shapes = _matrix_shapes(load, gate, up, down, H200_SHARED_BYTES)
             pair = (
                 up_matrix_kernel(gate_name, up.format.name, shapes[0], scaled, lists),
                 down_matrix_kernel(down.format.name, shapes[1], scaled, lists),

@@ -38,6 +38,11 @@ DOWN_RINGS: dict[int, dict[str, tuple[int, int]]] = {n: rings | _OLD_DOWNS for n
 MAX_SHARED_BYTES = 99 * 1024
 """Shared memory of a block on every supported card."""
 
+H200_SHARED_BYTES = 228 * 1024
+"""Shared memory of a multiprocessor of the card on which rings were measured."""
+
+_RESERVED_SHARED_BYTES = 1024  # of every block, by the driver
+
 DOWN_WARPS = 8
 SPAN_FORMATS = ("q4_k", "q5_k", "q6_k")
 """Types of which the integer kernels take 64 elements of a row at a time."""
@@ -182,11 +187,16 @@ def ring_chunk_bytes(tokens: int, chunk: int) -> int:
 
 
 def with_ring(
-    shape: Shape, formats: Sequence[QuantFormat], n_in: int, rings: Mapping[int, Mapping[str, tuple[int, int]]]
+    shape: Shape,
+    formats: Sequence[QuantFormat],
+    n_in: int,
+    rings: Mapping[int, Mapping[str, tuple[int, int]]],
+    shared_bytes: int = H200_SHARED_BYTES,
 ) -> Shape:
-    """The shape with packed weights by way of shared memory, where UP_RINGS or DOWN_RINGS say so and they fit."""
-    found = [rings[shape.tokens].get(fmt.name, (0, 0)) for fmt in formats] if shape.family == "strip" else []
-    most, resident = min(found, default=(0, 0))
+    """The shape with packed weights by way of shared memory, where UP_RINGS or DOWN_RINGS say so and a multiprocessor
+    with `shared_bytes` holds as many threads with them. (Cards with 100 KiB would hold one block instead of two.)"""
+    wanted = [rings[shape.tokens].get(fmt.name, (0, 0)) for fmt in formats] if shape.family == "strip" else []
+    most, resident = min(wanted, default=(0, 0))
     if most == 0:
         return shape
     n_pieces, pitch = ceil_div(n_in, 32), max(map(ring_pitch, formats))
@@ -198,7 +208,10 @@ def with_ring(
     # Between pieces of K the copies of weights come to a stop, which costs less than one slot in place of several.
     chunk = next((chunk for chunk, n in slots.items() if n >= min(most, 2)), whole)
     ring = min(most, ceil_div(n_pieces, 8), slots[chunk])
-    return replace(shape, ring=ring, chunk=chunk, pitch=pitch, ahead=False, resident=resident) if ring > 0 else shape
+    found = replace(shape, ring=ring, chunk=chunk, pitch=pitch, ahead=False, resident=resident)
+    n_blocks = resident // shape.threads
+    fits = ring > 0 and n_blocks * (found.shared_bytes + _RESERVED_SHARED_BYTES) <= shared_bytes
+    return found if fits else shape
 
 
 @cache
