@@ -48,14 +48,28 @@ def rehearse_decisions() -> None:
 
 
 def rehearsal_batches(max_tokens: int, decode_sizes: list[int], layout: PoolLayout) -> Iterator[Batch]:
-    """One decode step per size, and pieces of one prompt of 2 to max_tokens tokens. Only the shapes mean something."""
+    """One decode step per size, pieces of one prompt of 2 to max_tokens tokens, and both kinds together, for which a
+    backend may have kernels of their own: any number of answers beside the first piece of a prompt, and the longest
+    one beside those of each size. Only the shapes mean something."""
     for n_seqs in decode_sizes:
         yield batch_of([1] * n_seqs, layout)
-    n_tokens = 2
-    while n_tokens < max_tokens:
+    for n_tokens in growing(2, max_tokens):
         yield batch_of([n_tokens], layout)
-        n_tokens = max(n_tokens + 1, int(n_tokens * PIECE_GROWTH))
     yield batch_of([max_tokens], layout)
+    most_answers = min(max(decode_sizes) - 1, max_tokens - 2)
+    for n_answers in [*growing(1, most_answers), most_answers]:
+        if n_answers > 0:
+            yield batch_of([*[1] * n_answers, 2], layout)
+    for n_answers in [n_seqs - 1 for n_seqs in decode_sizes if 0 < n_seqs - 1 < max_tokens - 2]:
+        yield batch_of([*[1] * n_answers, max_tokens - n_answers], layout)
+
+
+def growing(first: int, end: int) -> Iterator[int]:
+    """Numbers from `first` to below `end`, each the next whole one that is larger by PIECE_GROWTH."""
+    n = first
+    while n < end:
+        yield n
+        n = max(n + 1, int(n * PIECE_GROWTH))
 
 
 def batch_of(n_tokens: list[int], layout: PoolLayout) -> Batch:

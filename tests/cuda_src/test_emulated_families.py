@@ -19,13 +19,14 @@ from cases import pointwise as pointwise_cases
 from cases import recurrent as recurrent_cases
 from cases import sampling as sampling_cases
 from cases import waiting
-from cases.attention import AttentionShape, attention_case
+from cases.attention import AttentionShape, QkvShape, attention_case
 from cases.common import Case, compare
 from cases.recurrent import Tokens, conv_case, delta_case, mamba1_case, mamba2_case
 from cases.sampling import sample_case
 
 from rimuru.arch.spec import DeltaNetSpec, Mamba1Spec, Mamba2Spec
 from rimuru.batch import Batch
+from rimuru.engine.rehearse import rehearsal_batches
 from rimuru.ops.base import Act, Step
 from rimuru.ops.cuda import attention
 from rimuru.ops.cuda.launch import Kernel
@@ -201,6 +202,34 @@ def test_attention_prepares_what_waited(case: Case, ops: EmulatedFamilies, monke
     apart = case.run(ops, inputs | {"waits": False})  # type: ignore[arg-type]
     assert "prepare_qkv" in launched and all(np.array_equal(got[name], apart[name]) for name in got)
     compare(got, case.expected(inputs), case.tolerance, case.tolerances)
+
+
+def attention_kernels(ops: EmulatedFamilies, n_new: list[int], monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What a step of so many new tokens of each sequence would launch."""
+    case = waiting.waiting_case("any", QkvShape(n_new, n_new, 8, 2, 64, 64, 16, "f16", "head", n_rot=64))
+    found: set[str] = set()
+    with monkeypatch.context() as patch:
+        patch.setattr(Kernel, "__call__", lambda kernel, *_, **__: found.add(f"{kernel.name} {kernel.defines}"))
+        patch.setattr(ops, "prepare_qkv", ops.attention.prepare_qkv)
+        case.run(ops, case.inputs() | {"waits": max(n_new) == 1})  # type: ignore[arg-type]
+    return found
+
+
+def test_rehearsed_steps_have_all_kernels_of_mixed_ones(ops: EmulatedFamilies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers beside prompts, few and many: no request waits for a kernel that only such steps use."""
+    layout: Any = types.SimpleNamespace(kv=None, ssm=None, conv=None)
+    monkeypatch.setattr(attention, "FEW_BLOCKS", 8)
+    rehearsed = set().union(
+        *(
+            attention_kernels(ops, np.diff(batch.query_start).tolist(), monkeypatch)
+            for batch in rehearsal_batches(48, [1, 2, 4, 8], layout)
+        )
+    )
+    rng = np.random.default_rng(0)
+    for n_seqs in (1, 2, 3, 5, 8, 8):
+        n_new = rng.integers(1, 40 // n_seqs + 1, n_seqs)
+        for counts in (n_new.tolist(), np.where(np.arange(n_seqs) > 0, 1, n_new + 1).tolist(), [1] * n_seqs):
+            assert attention_kernels(ops, counts, monkeypatch) <= rehearsed, counts
 
 
 @pytest.mark.parametrize("target", [6, 12, 18])

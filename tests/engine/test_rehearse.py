@@ -20,9 +20,25 @@ def test_every_decode_size_and_pieces_up_to_the_longest() -> None:
     layout: PoolLayout = NoPages()  # type: ignore[assignment]
     batches = list(rehearsal_batches(700, [1, 2, 12], layout))
     assert [batch.n_seqs for batch in batches[:3]] == [1, 2, 12] and all(batch.is_decode for batch in batches[:3])
-    lengths = [batch.n_tokens for batch in batches[3:]]
+    lengths = [batch.n_tokens for batch in batches[3:] if batch.n_seqs == 1]
     assert lengths[0] == 2 and lengths[-1] == 700 and lengths == sorted(set(lengths))
     assert all(after <= max(before + 1, 1.25 * before) for before, after in itertools.pairwise(lengths))
+
+
+@pytest.mark.parametrize(("max_tokens", "sizes"), [(700, [1, 2, 12]), (8, [1, 16, 32]), (2, [1, 2]), (1, [1])])
+def test_answers_beside_pieces_of_prompts(max_tokens: int, sizes: list[int]) -> None:
+    """Few and many, beside the first piece and the longest, within the tokens and sequences that a step may have."""
+    layout: PoolLayout = NoPages()  # type: ignore[assignment]
+    mixed = [
+        np.diff(batch.query_start) for batch in rehearsal_batches(max_tokens, sizes, layout) if not batch.is_decode
+    ]
+    mixed = [counts for counts in mixed if len(counts) > 1]
+    assert all(counts.sum() <= max_tokens and len(counts) <= max(sizes) for counts in mixed)
+    assert all((counts[:-1] == 1).all() and counts[-1] > 1 for counts in mixed)
+    found = {(len(counts), int(counts[-1])) for counts in mixed}
+    if max_tokens == 700:
+        assert {(2, 2), (3, 2), (8, 2), (12, 2), (2, 699), (12, 689)} <= found
+    assert bool(found) == (max_tokens > 2 and max(sizes) > 1)
 
 
 def test_batches_are_whole() -> None:
