@@ -53,7 +53,7 @@ from rimuru.ops.cuda.routing import route_kernel
 UNSORTED_TOKENS = 12
 """Up to this many tokens every assignment is an item by itself: few experts are met twice, and no sort is needed."""
 
-SPARSE_UNSORTED_TOKENS = {"q4_k": 16}
+SPARSE_UNSORTED_TOKENS = {"q4_k": 16, "q6_k": 16}
 """The same for down projections of these types where an expert has at most one assignment on average."""
 
 MAX_DOT_LOAD = 1.5
