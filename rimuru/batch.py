@@ -25,7 +25,9 @@ class Batch:
     conv_pages: np.ndarray  # int32 [S, n convolution layers]: first of the consecutive conv page ids
     fresh_state: np.ndarray  # bool [S]: the sequence starts here, so states are read as zero
     logit_rows: np.ndarray  # int32 [R]: token rows whose logits are wanted
-    expert_ids: np.ndarray | None = None  # int32 [T, n MoE layers, k]: recorded routing instead of the router's choice
+    expert_ids: np.ndarray | None = None
+    """int32 [T, n MoE layers, k]: recorded routing instead of the router's choice; or [T, 2 * n MoE layers, k], then of
+    every layer what the one before foretells."""
 
     @property
     def n_tokens(self) -> int:

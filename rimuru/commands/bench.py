@@ -14,6 +14,7 @@ from rimuru.arch.spec import MoeSpec
 from rimuru.base.errors import BadInputError
 from rimuru.base.units import ceil_div
 from rimuru.commands.common import note, open_llm, print_json
+from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.replay import RoutingReplay, load_recording, record_router
 from rimuru.experts.routing import SyntheticRouter, router_for, router_name
 from rimuru.llm import LLM
@@ -78,7 +79,8 @@ def use_routing(
         recording = record_router(made, n_made, n_tokens, label)
     else:
         recording = load_recording(Path(routing), len(specs), n_experts, top_k, n_tokens)
-    loaded.engine.replay = RoutingReplay(recording)
+    foretells = isinstance(loaded.store, DeviceExpertStore) and loaded.store.may_foresee
+    loaded.engine.replay = RoutingReplay(recording, foretells)
 
 
 def routing_label(llm: LLM) -> str:

@@ -103,7 +103,7 @@ class DeviceExpertStore(ResidentSet):
         """Whether the running step counts, and brings in what it misses: not while every expert is resident."""
         self.helpers: list[Any] = []
         """What reads experts at home, and ends before they go."""
-        self._foresees, self._is_foretold = foresees and self.by_device, False
+        self.may_foresee, self._is_foretold = foresees and self.by_device, False
         self._n_empty = self._n_steps = self._n_noted = 0
         self._clock = StepClock()
         self._step_tokens = 1
@@ -156,7 +156,7 @@ class DeviceExpertStore(ResidentSet):
     @property
     def foresees(self) -> bool:
         """See forward.context.ExpertReader."""
-        return self._foresees and self.is_watching
+        return self.may_foresee and self.is_watching
 
     def foresee(self, layer_slot: int, ids: Array, positions: Array) -> None:
         """See forward.context.ExpertReader."""

@@ -24,6 +24,9 @@ from rimuru.base.errors import BadInputError
 from rimuru.experts.routing import SyntheticRouter
 from rimuru.plan import PlannedTokens
 
+FORETOLD_SHARE = 0.79
+"""Of a layer's experts, those that its router names from the input of the layer before: measured on trained models."""
+
 ROUND_SHIFT_TOKENS = 131
 """A sequence that begins where an earlier one did, one round later, begins so many tokens further on."""
 
@@ -44,19 +47,35 @@ class Recording:
         return (number * self.stride_tokens + number // n_starts * ROUND_SHIFT_TOKENS) % n_tokens
 
 
-class RoutingReplay:
-    """Gives the engine's steps the recording's rows of their sequences."""
+def with_forecasts(ids: np.ndarray, n_experts: int, share: float) -> np.ndarray:
+    """int32 [n_tokens, 2 * n_layers, top_k]: ids [n_tokens, n_layers, top_k], then of every layer what the layer before
+    foretells: the same, but for others drawn at random in place of 1 - share of them."""
+    rng = np.random.default_rng(0)
+    foretold = np.where(rng.random(ids.shape, np.float32) < share, ids, rng.integers(0, n_experts, ids.shape, np.int32))
+    return np.concatenate([ids, foretold], axis=1)
 
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
+
+class RoutingReplay:
+    """Gives the engine's steps the recording's rows of their sequences. foretells: with forecasts of them, for engines
+    that bring experts ahead: what their routers foretell from inputs with other experts says nothing."""
+
+    def __init__(self, recording: Recording, foretells: bool = False) -> None:
+        self.recording, self.foretells = recording, foretells
+        self._ids = recording.ids
+        if foretells:
+            self._ids = with_forecasts(recording.ids, recording.n_experts, FORETOLD_SHARE)
         self._starts: dict[int, int] = {}
         self._rows = np.empty(0, np.int64)
         self._n_seen = 0
 
+    def restarted(self) -> RoutingReplay:
+        """The same, for sequences from the first on."""
+        return RoutingReplay(self.recording, self.foretells)
+
     def ids_of(self, items: Sequence[PlannedTokens]) -> np.ndarray:
-        """int32 [T, n_layers, top_k] of a step's tokens. The same token of a sequence gets the same experts again,
-        also after a preemption."""
-        n_rows, rows = len(self.recording.ids), []
+        """int32 [T, n_layers, top_k] of a step's tokens; with forecasts [T, 2 * n_layers, top_k]. The same token of a
+        sequence gets the same experts again, also after a preemption."""
+        n_rows, rows = len(self._ids), []
         for item in items:
             sequence = item.sequence
             start = self._starts.get(sequence.seq_id)
@@ -65,7 +84,7 @@ class RoutingReplay:
                 self._n_seen += 1
             first = start + sequence.n_cached
             rows.append(np.arange(first, first + item.n_tokens))
-        return np.take(self.recording.ids, np.concatenate(rows) % n_rows, axis=0)
+        return np.take(self._ids, np.concatenate(rows) % n_rows, axis=0)
 
 
 def record_router(router: SyntheticRouter, n_streams: int, n_tokens: int, source: str) -> Recording:

@@ -130,6 +130,8 @@ class MoeFfn:
         self.ops.choose_experts(
             a, successor.router, successor.router_bias, logits, spec, successor.selection_bias, ids, weights
         )
+        if step.expert_ids is not None:
+            self.ops.replay_routing(step.expert_ids, step.expert_ids.shape[1] // 2 + successor.layer_slot, ids)
         self.experts.foresee(successor.layer_slot, ids, step.positions)
 
     def _latent_input(self, a: Act, n: int) -> Act:

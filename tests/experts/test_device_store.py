@@ -11,12 +11,14 @@ import pytest
 from device_twin import device_store
 
 from rimuru import LLM, SamplingParams
+from rimuru.commands.bench import use_routing
 from rimuru.config import EngineConfig
 from rimuru.engine import build
 from rimuru.engine.room import ExpertRoom
 from rimuru.engine.stores import may_read_in_place
 from rimuru.experts.device_places import ALL_COME_TOKENS, SCORE_TOKENS, home_bytes, rule_of
 from rimuru.experts.device_store import ASIDE_TOKENS, DeviceExpertStore
+from rimuru.experts.replay import FORETOLD_SHARE
 from rimuru.memory.adjuster import MOST_FREE_EXPANSIONS
 from rimuru.ops.places import FORETOLD, N_TOTALS
 from tools.make_random_gguf import write_random_model
@@ -253,3 +255,39 @@ def test_forecasts_bring_experts_early_and_change_no_answer(
             assert (foretold[1:] > 0).all() == prediction and foretold[0] == 0
             counted.append((store.residency.n_chosen.copy(), store.counters.n_asked))
     assert np.array_equal(counted[0][0], counted[1][0]) and counted[0][1] == counted[1][1]
+
+
+def watch_ids(store: DeviceExpertStore, verb: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, np.ndarray]]:
+    """(layer slot, ids) of every call of a verb from now on."""
+    calls: list[tuple[int, np.ndarray]] = []
+    call = getattr(store, verb)
+
+    def watched(slot: int, ids: np.ndarray, positions: np.ndarray) -> object:
+        calls.append((slot, ids.copy()))
+        return call(slot, ids, positions)
+
+    monkeypatch.setattr(store, verb, watched)
+    return calls
+
+
+def test_replayed_routing_brings_its_own_forecasts(
+    model: Path, tiny: int, ram_bytes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what is foretold of a layer, about the known share is what its tokens use; answers are those without."""
+    answers = []
+    for prediction in (False, True):
+        with open_tiny(model, tiny, resident_experts=0.2, prediction=prediction) as llm:
+            use_routing(llm, "synthetic", "auto", None, N_REQUESTS, 64, 1)
+            foretold, used = (watch_ids(store_of(llm), verb, monkeypatch) for verb in ("foresee", "waves"))
+            answers.append([answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)])
+        if not prediction:
+            assert not foretold
+            continue
+        later = [(slot, ids) for slot, ids in used if slot]  # no layer foretells the first
+        assert [slot for slot, _ in foretold] == [slot for slot, _ in later]
+        found = [
+            (told[:, :, None] == ids[:, None, :]).any(axis=2).ravel()
+            for (_, told), (_, ids) in zip(foretold, later, strict=True)
+        ]
+        assert FORETOLD_SHARE < np.concatenate(found).mean() < 0.95
+    assert answers[0] == answers[1]

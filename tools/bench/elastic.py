@@ -303,7 +303,7 @@ def measure_row(llm: LLM, setting: Setting, args: argparse.Namespace, deadline: 
     try:
         use(llm, setting)
         if engine.replay is not None:  # the same streams for every row
-            engine.replay = RoutingReplay(engine.replay.recording)
+            engine.replay = engine.replay.restarted()
         row["prompts"] = measure_prompts(llm, args.prompt, rng)
         for n_streams in sorted(args.streams, reverse=True):
             if time.monotonic() > deadline:
