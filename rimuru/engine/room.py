@@ -214,6 +214,8 @@ class ExpertRoom(CompactingRoom):
         """Policy `cost`: whether n experts give way before a running request does."""
         assert self.store is not None
         residency, rates = self.store.residency, self.store.rates
+        if 2.0 * rates.measured_requests < n_running:  # what steps of so many take is not known yet
+            return True
         more_s = self._link_seconds(residency.coldest_indices(n_shrink), n_running)
         n_back = round(self._used_pages() / n_running / self.pages_per_expert)
         back_s = self._link_seconds(residency.hottest_absent_indices(n_back), n_running)
@@ -284,9 +286,7 @@ class ExpertRoom(CompactingRoom):
         expert_s = self.expert_bytes / rates.link_bytes_per_s
         absent = order[~residency.resident.reshape(-1)[order]]
         expected_s = float(residency.use_probability(absent, n_measured).sum()) * expert_s
-        if (
-            n_absent and expected_s > 0.0 and rates.n_steps and not starts_per_step
-        ):  # the coldest are never as cold as they were measured
+        if expected_s > 0.0 and rates.n_steps and not starts_per_step:  # the coldest are never as cold as measured
             lowest, most = SURPRISES
             self._surprise += 0.25 * (min(most, max(lowest, rates.link_s / expected_s)) - self._surprise)
         uses = residency.use_probability(order, 1)

@@ -9,6 +9,7 @@ import pytest
 
 from rimuru.arch.common import Gguf
 from rimuru.arch.shapes import shape_gguf
+from rimuru.memory.adjuster import StepRates
 from rimuru.simulate.cards import card_named
 from rimuru.simulate.simulator import Settings, Simulation
 from rimuru.simulate.traces import TraceRequest
@@ -66,3 +67,16 @@ def test_who_waits_ends_no_later_for_it() -> None:
     assert cost.now_s < 0.9 * paper.now_s
     for number in range(8):
         assert cost.recorder.last_s(number) <= 1.02 * paper.recorder.last_s(number)
+
+
+def test_a_crowd_is_not_judged_by_the_steps_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device tells what steps took some steps later. Until then the first pages that a crowd grows by are compared
+    with the steps of the one who ran before it, in which a single expert's bytes seem much."""
+    alone, crowd = [TraceRequest(0.0, 118, 200)], [TraceRequest(100.0, 118, 24)] * 96
+    simulation = Simulation(shape("qwen3-30b-a3b"), Settings(int(14e9), card_named("h200")))
+    simulation.run(alone)
+    rates = simulation.store.rates
+    assert rates.measured_requests == pytest.approx(1.0)
+    monkeypatch.setattr(StepRates, "observe", lambda *measured: None)
+    simulation.run(crowd)
+    assert simulation.scheduler.n_preemptions == 0
