@@ -292,18 +292,21 @@ class DevicePlaces:
         self.ops.assign(self.arrays.place_of, np.where(resident, 0, -1).astype(np.int32))
 
     # ---- reports
-    def ask(self) -> None:
-        """Queue the copy of a report behind the steps so far, unless one is under way. Where that fails, the next
-        report tells as much."""
+    def ask(self) -> bool:
+        """Queue the copy of a report behind the steps so far, unless one is under way: then, or where that fails,
+        False, and the next report tells as much."""
         try:
-            self._ask()
+            return self._ask()
         except Exception as error:
             log.warning("a report of what steps chose was not sent: %s", error)
+            return False
 
-    def _ask(self) -> None:
-        if not self._is_asked:
-            self.copier.copy_out(self._mailbox, self.ops.address(self._heard_array))
-            self._marker, self._is_asked, self._asked_at = self.copier.record(), True, self._epoch
+    def _ask(self) -> bool:
+        if self._is_asked:
+            return False
+        self.copier.copy_out(self._mailbox, self.ops.address(self._heard_array))
+        self._marker, self._is_asked, self._asked_at = self.copier.record(), True, self._epoch
+        return True
 
     def hear(self) -> Heard | None:
         """The report that was asked for, if it is there."""

@@ -45,14 +45,11 @@ log = logging.getLogger(__name__)
 
 N_STAGING = 16
 """Experts that are on their way from the file to the device at once."""
-
 N_TIMED = 32
 """Experts that are copied to time the link."""
-
 ASIDE_TOKENS = 5
 """From so many tokens in a step on, missed experts come while the others are computed. Fewer have few to compute
 meanwhile: not worth the launches of a second turn."""
-
 REPORT_STEPS = 8
 """How often the host asks the device what was chosen and who is resident."""
 
@@ -351,12 +348,13 @@ class DeviceExpertStore(ResidentSet):
         is_whole = self.residency.n_resident == self.layout.n_experts and not self._n_empty and not self._coming
         self.is_watching = not is_whole
         self._n_steps += 1
-        if self._n_steps % REPORT_STEPS == 0:
-            self.places.ask()
+        if self._n_steps % REPORT_STEPS == 0 and self.places.ask():
+            self._clock.ask()
 
     def catch_up(self) -> None:
         """Wait for the steps so far, and note everything they chose. Nothing runs now."""
         self._clock.stop()
+        self._clock.ask()
         try:
             heard = self.places.hear_now()
         except Exception as error:  # the next report tells as much
@@ -390,6 +388,7 @@ class DeviceExpertStore(ResidentSet):
         """What the steps since the last report took, on average: they wait for all that comes over the link."""
         step_s = self._clock.mean_s()
         if step_s > 0.0:
+            self.rates.bound_rate(step_s, link_bytes)
             link_s = link_bytes / self.rates.link_bytes_per_s
             self.rates.observe(max(1, n_tokens), step_s, min(link_s, step_s), link_bytes, link_s, n_steps)
 
@@ -435,6 +434,7 @@ class DeviceExpertStore(ResidentSet):
 
     def _audit_places(self) -> None:
         """Make the view exact, and compare it with the device's table and the pool."""
+        self._clock.ask()
         heard = self.places.hear_now()
         self._note(heard)
         self.places.update_view(heard.holders)

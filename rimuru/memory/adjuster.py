@@ -224,6 +224,11 @@ class StepRates:
     way: str = "resident"
     """How absent experts are used now: see StepForecast."""
     forecasts: ForecastLog = field(default_factory=ForecastLog)
+    _kinds: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Of steps of about as many tokens (the same power of two): compute seconds and link bytes, smoothed alike. A
+    forecast is of these; what is decided goes by all steps, which follow each other."""
+    _least_rate: float = 0.0
+    """What the link must have carried in the steps of the last observation: their bytes in their time."""
 
     @property
     def link_s(self) -> float:
@@ -239,11 +244,8 @@ class StepRates:
         """
         if n_tokens > MOST_DECODE_TOKENS:
             return
-        if self.n_steps and step_s > 0.0:
-            expected_s = step_seconds(self.compute_s, self.link_s, self.exposed_share)
-            way = self.way if link_bytes else "resident"
-            self.forecasts.add(StepForecast(way, n_tokens, expected_s, step_s, round(self.link_bytes), int(link_bytes)))
         a = 1.0 - (1.0 - _SMOOTHING) ** n_steps if self.n_steps else 1.0
+        self._foretell(n_tokens, step_s, waited_s, link_bytes, a)
         self.n_steps += 1
         self.measured_requests += a * (self.n_requests - self.measured_requests)
         self.compute_s += a * (max(step_s - waited_s, 0.0) - self.compute_s)
@@ -253,13 +255,33 @@ class StepRates:
         if 0.1 * self.compute_s < link_busy_s < 0.8 * self.compute_s:  # beyond, it says what cannot hide at all
             self.exposed_share += a * (min(1.0, waited_s / link_busy_s) - self.exposed_share)
 
+    def _foretell(self, n_tokens: int, step_s: float, waited_s: float, link_bytes: int, weight: float) -> None:
+        """Note what was expected of such a step, and learn from what it took."""
+        compute_s, expected_bytes = self._kinds.get(n_tokens.bit_length(), (self.compute_s, self.link_bytes))
+        if self.n_steps and step_s > 0.0:
+            expected_s = step_seconds(compute_s, expected_bytes / self.link_bytes_per_s, self.exposed_share)
+            way = self.way if link_bytes else "resident"
+            self.forecasts.add(StepForecast(way, n_tokens, expected_s, step_s, round(expected_bytes), int(link_bytes)))
+        if n_tokens.bit_length() not in self._kinds:
+            weight = 1.0
+        compute_s += weight * (max(step_s - waited_s, 0.0) - compute_s)
+        self._kinds[n_tokens.bit_length()] = compute_s, expected_bytes + weight * (link_bytes - expected_bytes)
+
+    def bound_rate(self, step_s: float, link_bytes: int) -> None:
+        """Steps that wait for all that comes over the link brought so much in this time: a rate that was measured when
+        the link had other work is too low. Two observations must say so: in one, reports and clocks may disagree."""
+        rate = link_bytes / step_s
+        self.link_bytes_per_s = max(self.link_bytes_per_s, min(rate, self._least_rate))
+        self._least_rate = rate
+
 
 class StepClock:
-    """Mean time from one step's start to the next one's, pauses left out."""
+    """Mean time from one step's start to the next one's, pauses left out, of the steps that a report is of."""
 
     def __init__(self) -> None:
         self._last: float | None = None
         self._sum_s, self._n = 0.0, 0
+        self._asked_s, self._n_asked = 0.0, 0
 
     def tick(self) -> None:
         """A step starts."""
@@ -272,10 +294,15 @@ class StepClock:
         """Nothing runs until the next step."""
         self._last = None
 
-    def mean_s(self) -> float:
-        """Since the last call; 0 where no step has followed another."""
-        mean = self._sum_s / self._n if self._n else 0.0
+    def ask(self) -> None:
+        """A report is asked for: it is of the steps up to now, whenever it comes."""
+        self._asked_s, self._n_asked = self._asked_s + self._sum_s, self._n_asked + self._n
         self._sum_s, self._n = 0.0, 0
+
+    def mean_s(self) -> float:
+        """Of the steps that the report which has come is of; 0 where none of them has followed another."""
+        mean = self._asked_s / self._n_asked if self._n_asked else 0.0
+        self._asked_s, self._n_asked = 0.0, 0
         return mean
 
 

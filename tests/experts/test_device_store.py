@@ -16,6 +16,7 @@ from rimuru.config import EngineConfig
 from rimuru.engine import build
 from rimuru.engine.room import ExpertRoom
 from rimuru.engine.stores import may_read_in_place
+from rimuru.experts import copies
 from rimuru.experts.device_places import ALL_COME_TOKENS, SCORE_TOKENS, home_bytes, rule_of
 from rimuru.experts.device_store import ASIDE_TOKENS, DeviceExpertStore
 from rimuru.experts.replay import FORETOLD_SHARE
@@ -104,6 +105,22 @@ def test_answers_are_the_same_whoever_decides(
         assert not store.by_device or max(turns["at once"]) < ASIDE_TOKENS
         if name.startswith("none"):
             assert counters.n_hits == 0
+
+
+def test_a_link_that_sleeps_at_first_is_timed_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured at the start stays for long: the first copies may take several times what later ones do."""
+    now, took = [0.0], iter((4.0, 1.0, 2.0))
+
+    class Link:
+        def wait(self) -> None: ...
+
+    def copy_in(*copied: object) -> None:
+        now[0] += next(took)
+
+    monkeypatch.setattr(copies, "copy_in", copy_in)
+    monkeypatch.setattr(copies.time, "perf_counter", lambda: now[0])
+    data = np.zeros(100, np.uint8)
+    assert copies.link_rate(Link(), None, [(data, np.arange(1))]) == pytest.approx(100.0)  # type: ignore[arg-type]
 
 
 def test_pages_of_who_has_ended_are_experts_at_once(model: Path, tiny: int, ram_bytes: list[int]) -> None:

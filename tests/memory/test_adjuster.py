@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rimuru.memory import adjuster
 from rimuru.memory.adjuster import (
     MOST_DECODE_TOKENS,
     MOST_FREE_EXPANSIONS,
     DecisionLog,
     ForecastLog,
     Record,
+    StepClock,
     StepForecast,
     StepRates,
     cost_expand,
@@ -216,6 +218,56 @@ def test_forecasts_are_kept_with_what_happened() -> None:
     assert by_way["fill"]["took_s"] == pytest.approx(0.020)
     rates.observe(MOST_DECODE_TOKENS + 1, 1.0, 0.0, 0, 0.0)  # a piece of a prompt
     assert len(rates.forecasts.snapshot(3)["last"]) == 3 and rates.forecasts.last().n_tokens == 4
+
+
+def test_a_forecast_is_of_steps_of_as_many_tokens() -> None:
+    """A crowd comes and goes: what its steps took is foretold from the last crowd's, not from those in between."""
+    rates = StepRates(way="fill", exposed_share=1.0, link_bytes_per_s=50e9)
+    for _ in range(2):
+        for _ in range(30):
+            rates.observe(1, 0.002, 0.0002, 10_000_000, 0.0002)
+        assert rates.forecasts.last().expected_s == pytest.approx(0.002, rel=0.01)
+        for _ in range(30):
+            rates.observe(96, 0.080, 0.070, 3_500_000_000, 0.070)
+    first_of_second = rates.forecasts.snapshot(30)["last"][0]
+    assert first_of_second["n_tokens"] == 96
+    assert first_of_second["expected_s"] == pytest.approx(0.080, rel=0.01)
+    assert first_of_second["expected_bytes"] == pytest.approx(3_500_000_000, rel=0.01)
+
+
+def test_a_link_that_was_measured_slow_is_found_out() -> None:
+    """Steps that bring more than the link was thought to carry say so; a single report that counts more bytes than its
+    time is of does not."""
+    rates = StepRates(link_bytes_per_s=20e9)
+    for n_bytes in (10_000_000, 900_000_000, 10_000_000):
+        rates.bound_rate(0.010, n_bytes)
+    assert rates.link_bytes_per_s == 20e9
+    for n_bytes in (400_000_000, 450_000_000):
+        rates.bound_rate(0.010, n_bytes)
+    assert rates.link_bytes_per_s == pytest.approx(40e9)
+    rates.bound_rate(0.010, 100_000_000)
+    assert rates.link_bytes_per_s == pytest.approx(40e9)
+
+
+def test_a_clock_tells_of_the_steps_up_to_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report comes steps after it was asked for; steps in between belong to the next one."""
+    now = 0.0
+    monkeypatch.setattr(adjuster.time, "perf_counter", lambda: now)
+    clock = StepClock()
+    clock.tick()
+    for seconds in (1.0, 3.0):
+        now += seconds
+        clock.tick()
+    clock.ask()
+    now += 10.0
+    clock.tick()
+    assert clock.mean_s() == pytest.approx(2.0)
+    assert clock.mean_s() == 0.0
+    clock.stop()
+    now += 50.0
+    clock.tick()
+    clock.ask()
+    assert clock.mean_s() == pytest.approx(10.0)
 
 
 def test_only_the_last_forecasts_are_kept() -> None:
