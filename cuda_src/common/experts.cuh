@@ -17,7 +17,9 @@
 #endif
 
 #include "common/follow.cuh"
+#include "common/items.cuh"
 #include "common/types.cuh"
+#include "common/warp.cuh"
 
 struct Projection {
     const i64* addresses;  // [n_experts, n_pages]
@@ -54,20 +56,22 @@ __device__ __forceinline__ const u8* expert_row(const Projection& p, int expert,
 #endif
 }
 
-// A row of item g's expert: ask() when the item is asked for, at() when it is known. With -DITEM_PAGES=1 token_sort.cu has
-// copied the table's row of each item's expert: an item and its pages are read together, not one after the other. (A
-// plain load would not do: compilers move it behind the branch that waits for the item.)
-struct ItemRow {
-    u64 page;
+// Rows of item g's expert: ask() when the item is asked for, row() when it is known, both by whole warps. With
+// -DITEM_PAGES=1 lane l has word l % ITEM_WORDS of the item's line. (A plain load would not do: compilers move it behind the
+// branch that waits for the item.)
+struct ItemPages {
+    u64 word;
 
-    __device__ __forceinline__ void ask(const i64* item_pages, const Projection& p, int g, int n) {
+    __device__ __forceinline__ void ask(const i64* items, int g) {
 #if ITEM_PAGES && !CONTIGUOUS_EXPERTS
-        page = page_of_row(item_pages, g * p.n_pages, p, n);
+        word = load_early(items + g * ITEM_WORDS + (int)(threadIdx.x & (ITEM_WORDS - 1)));
 #endif
     }
 
-    __device__ __forceinline__ const u8* at(const Projection& p, int expert, int n) const {
+    __device__ __forceinline__ const u8* row(const Projection& p, int expert, int n) const {
 #if ITEM_PAGES && !CONTIGUOUS_EXPERTS
+        u32 j = __umulhi(4u * (u32)n, (u32)p.page_factor);
+        u64 page = __shfl_sync(FULL_WARP, word, 1 + p.first_page + (int)j);
         return row_in_page(page, p, n);
 #else
         return expert_row(p, expert, n);
@@ -94,12 +98,11 @@ __device__ __forceinline__ float finish_product(float v, const float* factors, c
 #endif
 }
 
-// A tile of assignments of one expert: places first .. first + count of the sorted order.
+// A tile of assignments of one expert: places first .. first + count of the sorted order; count = 0: there is none.
 struct Item {
     int expert;
     int first;
     int count;
-    bool exists;
 };
 
 // Where items come from: token_sort.cu's tables, or, with -DTOKEN_TILE=1, every assignment is one by itself. The down kernels
@@ -112,9 +115,7 @@ struct Item {
 #endif
 
 #define ITEM_PARAMETERS                                          \
-    const int4 *items,          /* [max items] */                \
-        const i64 *item_pages,  /* [max items, n_pages] */       \
-        const int *n_items,     /* [1] */                        \
+    const i64 *items,           /* [max items, ITEM_WORDS] */    \
         const int *order,       /* [T * top_k], assignments */   \
         const int *ids,         /* [T * top_k], experts */       \
         const bool *active,     /* [n_experts], or null = all */ \
@@ -122,15 +123,14 @@ struct Item {
 
 // Whether there is that item and its expert can be read now.
 #define CAN_READ(item) \
-    ((item).exists && (u32)(item).expert < (u32)n_experts && (active == nullptr || load_early(active + (item).expert)))
+    ((item).count > 0 && (u32)(item).expert < (u32)n_experts && (active == nullptr || load_early(active + (item).expert)))
 
-#define ASK_ITEM(g) ask_item(items, n_items, ids, g)
+#define ASK_ITEM(g) ask_item(items, ids, g)
 
-__device__ __forceinline__ Item ask_item(const int4* items, const int* n_items, const int* ids, int g) {
-    if (SINGLE_ASSIGNMENTS) return {load_early(ids + g), g, 1, true};
-    int4 v = load_early(items + g);  // under way at the same time: the table has a place for every block of the grid
-    int n = load_early(n_items);
-    return {v.x, v.y, v.z, g < n};
+__device__ __forceinline__ Item ask_item(const i64* items, const int* ids, int g) {
+    if (SINGLE_ASSIGNMENTS) return {load_early(ids + g), g, 1};
+    u64 word = load_early(items + g * ITEM_WORDS);  // the table has a place for every block of the grid
+    return {(int)(word & 0xffffu), (int)(word >> 32), (int)((u32)word >> 16)};
 }
 
 __device__ __forceinline__ int item_assignment(const int* order, const Item& item, int i) {

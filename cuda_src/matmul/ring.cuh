@@ -66,7 +66,7 @@ struct WeightRing {
             n_left -= 8;
         }
         commit_copies();  // of nothing beyond the last step: so the number of groups under way says which have come
-        place = place + SLOT == STRIP_RING * SLOT ? 0 : place + SLOT;
+        if (STRIP_RING > 1) place = place + SLOT == STRIP_RING * SLOT ? 0 : place + SLOT;
     }
 
     // Where the oldest step of the lower or upper row lies.

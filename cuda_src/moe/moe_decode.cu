@@ -64,13 +64,8 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
     int local = ((threadIdx.x >> 5) * (32 / ROW_LANES) + lane / ROW_LANES) * LANE_ROWS;
     int first = blockIdx.x * 32 + local;
     Item item = ASK_ITEM(blockIdx.y);
-    ItemRow up_rows[LANE_ROWS], gate_rows[LANE_ROWS];
-#pragma unroll
-    for (int r = 0; r < LANE_ROWS; r++) {
-        int n = min(first + r, n_hidden - 1);
-        up_rows[r].ask(item_pages, up, blockIdx.y, n);
-        if (GATED) gate_rows[r].ask(item_pages, gate, blockIdx.y, n);
-    }
+    ItemPages pages;
+    pages.ask(items, blockIdx.y);
     if (!CAN_READ(item)) return;
     int tokens[TOKEN_TILE];
 #pragma unroll
@@ -80,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
 #pragma unroll
     for (int r = 0; r < LANE_ROWS; r++) {
         int n = min(first + r, n_hidden - 1);
-        rows[r] = up_rows[r].at(up, item.expert, n);
-        rows[LANE_ROWS + r] = GATED ? gate_rows[r].at(gate, item.expert, n) : rows[r];
+        rows[r] = pages.row(up, item.expert, n);
+        rows[LANE_ROWS + r] = GATED ? pages.row(gate, item.expert, n) : rows[r];
     }
     if constexpr (GATED && IsSame<FORMAT_GATE, FORMAT_UP>::value) {
         float acc[2 * LANE_ROWS][TOKEN_TILE];
@@ -138,9 +133,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
     int group = ((int)blockIdx.x * BLOCK_WARPS + (threadIdx.x >> 5)) * (32 / ROW_LANES) + lane / ROW_LANES;
     int first = group * LANE_ROWS;
     Item item = ASK_ITEM(blockIdx.y);
-    ItemRow down_rows[LANE_ROWS];
-#pragma unroll
-    for (int r = 0; r < LANE_ROWS; r++) down_rows[r].ask(item_pages, down, blockIdx.y, min(first + r, n_out - 1));
+    ItemPages pages;
+    pages.ask(items, blockIdx.y);
     if (!CAN_READ(item)) {
         follow_predecessor();
         return;
@@ -150,8 +144,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
     for (int t = 0; t < TOKEN_TILE; t++) assignments[t] = early_assignment(order, item, min(t, item.count - 1));
     const u8* rows[LANE_ROWS];
 #pragma unroll
-    for (int r = 0; r < LANE_ROWS; r++)
-        rows[r] = down_rows[r].at(down, item.expert, min(first + r, n_out - 1));
+    for (int r = 0; r < LANE_ROWS; r++) rows[r] = pages.row(down, item.expert, min(first + r, n_out - 1));
     follow_predecessor();
     float acc[LANE_ROWS][TOKEN_TILE];
     row_dots<FORMAT_DOWN, ROW_LANES, LANE_ROWS, TOKEN_TILE>(rows, h, assignments, item.count, sub, acc);

@@ -46,12 +46,11 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     int n_upper = GATED ? n : n + 8;
     int first_row = min(n, n_hidden - 1), second_row = min(n_upper, n_hidden - 1);
     Item item = ASK_ITEM(blockIdx.y);
-    ItemRow rows[2];
-    rows[0].ask(item_pages, GATED ? gate : up, blockIdx.y, first_row);
-    rows[1].ask(item_pages, up, blockIdx.y, second_row);
+    ItemPages pages;
+    pages.ask(items, blockIdx.y);
     if (!CAN_READ(item)) return;
-    const u8* lower = rows[0].at(GATED ? gate : up, item.expert, first_row);
-    const u8* upper = rows[1].at(up, item.expert, second_row);
+    const u8* lower = pages.row(GATED ? gate : up, item.expert, first_row);
+    const u8* upper = pages.row(up, item.expert, second_row);
     StripSums sums;
     SumTokens<TOKEN_TILES> tokens;
     auto ask = [&] { tokens.ask(order, item, x_scales, top_k, [](int j, int c) { return strip_token(j, c); }); };
@@ -102,15 +101,14 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     int row = blockIdx.x * WARPS_N * 16 + strip_row();
     int first_row = min(row, n_out - 1), second_row = min(row + 8, n_out - 1);
     Item item = ASK_ITEM(blockIdx.y);
-    ItemRow rows[2];
-    rows[0].ask(item_pages, down, blockIdx.y, first_row);
-    rows[1].ask(item_pages, down, blockIdx.y, second_row);
+    ItemPages pages;
+    pages.ask(items, blockIdx.y);
     if (!CAN_READ(item)) {
         follow_predecessor();
         return;
     }
-    const u8* lower = rows[0].at(down, item.expert, first_row);
-    const u8* upper = rows[1].at(down, item.expert, second_row);
+    const u8* lower = pages.row(down, item.expert, first_row);
+    const u8* upper = pages.row(down, item.expert, second_row);
     StripSums sums;
     SumTokens<TOKEN_TILES> tokens;
     auto ask = [&] { tokens.ask(order, item, h_scales, 1, [](int j, int c) { return strip_token(j, c); }); };

@@ -41,13 +41,14 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
                              is_up ? up_page_factor : gate_page_factor, is_up ? up_row_bytes : gate_row_bytes};
     int mine = first + (GATED ? (row >> 4) * 8 + (row & 7) : row);
     Item item = ASK_ITEM(blockIdx.y);
-    ItemRow weight_row;
-    weight_row.ask(item_pages, projection, blockIdx.y, min(mine, n_hidden - 1));
+    ItemPages pages;
+    pages.ask(items, blockIdx.y);
     if (!CAN_READ(item)) return;
     TileInput in;
     in.x = x;
     in.width = width;
-    in.weight_row = mine < n_hidden ? weight_row.at(projection, item.expert, mine) : nullptr;
+    const u8* weight_row = pages.row(projection, item.expert, min(mine, n_hidden - 1));
+    in.weight_row = mine < n_hidden ? weight_row : nullptr;
 #pragma unroll
     for (int i = 0; i < X_COPIES; i++) {
         int m = tile_x_row(i);
@@ -103,8 +104,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
     Projection down = {addresses, n_pages, first_page, rows_per_page, page_factor, row_bytes};
     int first = blockIdx.x * TILE_N, mine = first + tile_weight_row();
     Item item = ASK_ITEM(blockIdx.y);
-    ItemRow weight_row;
-    weight_row.ask(item_pages, down, blockIdx.y, min(mine, n_out - 1));
+    ItemPages pages;
+    pages.ask(items, blockIdx.y);
     if (!CAN_READ(item)) {
         follow_predecessor();
         return;
@@ -112,7 +113,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
     TileInput in;
     in.x = hidden;
     in.width = n_hidden;
-    in.weight_row = mine < n_out ? weight_row.at(down, item.expert, mine) : nullptr;
+    const u8* weight_row = pages.row(down, item.expert, min(mine, n_out - 1));
+    in.weight_row = mine < n_out ? weight_row : nullptr;
 #pragma unroll
     for (int i = 0; i < X_COPIES; i++) {
         int m = tile_x_row(i);

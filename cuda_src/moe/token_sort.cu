@@ -1,15 +1,15 @@
 // Assignments (token, slot) grouped by expert: a stable counting sort, and the list of items for the expert kernels.
 //
 //   order[..]   assignments, by expert, then by index
-//   items[g]    {expert, first place in order, count <= item_tokens, 0}, in the order of experts
-//   n_items     their number
-//   item_pages  where the pages of each item's expert lie: its row of the table, where item_pages is not null
+//   items[g]    an expert and up to item_tokens of its places, in the order of experts, as common/items.cuh has it; behind the
+//               last one up to max_items there are none. With n_pages > 0 also the expert's row of the table
 //
 // moe_sort: up to 1024 assignments in one block. More: moe_sort_count (a block per 1024 assignments), moe_sort_scan (one
 // block), moe_sort_place (as moe_sort_count). An expert that is not active gets places and no items. Blocks have 1024
 // threads; thread e of a scan owns expert e. An expert id outside the range is dropped.
 
 #include "common/follow.cuh"
+#include "common/items.cuh"
 #include "common/types.cuh"
 #include "common/warp.cuh"
 
@@ -46,37 +46,40 @@ __device__ __forceinline__ int exclusive_scan(int value, int* partial, int& tota
     return before;
 }
 
-__device__ __forceinline__ void fetch_table_ahead(const i64* addresses, const i64* item_pages, int n_pages, int n_experts) {
-    if (!CONTIGUOUS_EXPERTS && item_pages != nullptr) fetch_ahead(addresses, (i64)sizeof(i64) * n_experts * n_pages);
+__device__ __forceinline__ void fetch_table_ahead(const i64* addresses, int n_pages, int n_experts) {
+    if (!CONTIGUOUS_EXPERTS) fetch_ahead(addresses, (i64)sizeof(i64) * n_experts * n_pages);
 }
 
 // The pages of the experts, one a thread, on their way while the assignments are counted.
 struct PageList {
     u64 first;
-    int n, n_pages;  // pages of all experts, 0 where no lists are wanted; of one
+    int n, n_pages;    // pages of all experts, 0 where no lists are wanted; of one
+    int expert, page;  // whose the first is
 
-    __device__ __forceinline__ void ask(const i64* addresses, const i64* item_pages, int n_expert_pages, int n_experts) {
-        n = !CONTIGUOUS_EXPERTS && item_pages != nullptr ? n_experts * n_expert_pages : 0;
+    __device__ __forceinline__ void ask(const i64* addresses, int n_expert_pages, int n_experts) {
+        n = CONTIGUOUS_EXPERTS ? 0 : n_experts * n_expert_pages;
         n_pages = n_expert_pages;
         first = (int)threadIdx.x < n ? load_early(addresses + threadIdx.x) : 0;
+        expert = n ? (int)threadIdx.x / n_pages : 0;
+        page = (int)threadIdx.x - expert * n_pages;
     }
 
     // To every item of their expert: first_tile[e] .. first_tile[e] + n_tiles[e].
-    __device__ __forceinline__ void copy(const i64* addresses, const int* first_tile, const u16* n_tiles,
-                                         i64* item_pages) const {
+    __device__ __forceinline__ void copy(const i64* addresses, const int* first_tile, const u16* n_tiles, i64* items) const {
         for (int i = threadIdx.x; i < n; i += SORT_THREADS) {
-            int expert = i / n_pages, page = i - expert * n_pages;
-            i64 address = i < SORT_THREADS ? (i64)first : addresses[i];
-            i64* to = item_pages + (i64)first_tile[expert] * n_pages + page;
-            for (int left = n_tiles[expert]; left > 0; left--, to += n_pages) *to = address;
+            bool is_first = i < SORT_THREADS;
+            int e = is_first ? expert : i / n_pages, j = is_first ? page : i - e * n_pages;
+            i64 address = is_first ? (i64)first : addresses[i];
+            i64* to = items + (i64)first_tile[e] * ITEM_WORDS + 1 + j;
+            for (int left = n_tiles[e]; left > 0; left--, to += ITEM_WORDS) *to = address;
         }
     }
 };
 
 // From the number of assignments of expert threadIdx.x: its first place; writes its items, and where those are into
 // first_tile and n_tiles.
-__device__ __forceinline__ int plan_expert(int count, const bool* active, int n_experts, int item_tokens, int4* items,
-                                           int* n_items, int* partial, int* first_tile, u16* n_tiles) {
+__device__ __forceinline__ int plan_expert(int count, const bool* active, int n_experts, int item_tokens, i64* items,
+                                           int max_items, int* partial, int* first_tile, u16* n_tiles) {
     int expert = threadIdx.x, n_places, n_all_tiles;
     int first = exclusive_scan(count, partial, n_places);
     bool readable = expert < n_experts && (active == nullptr || active[expert]);
@@ -85,8 +88,9 @@ __device__ __forceinline__ int plan_expert(int count, const bool* active, int n_
     first_tile[expert] = at;
     n_tiles[expert] = (u16)tiles;
     for (int i = 0; i < tiles; i++)
-        items[at + i] = make_int4(expert, first + i * item_tokens, min(item_tokens, count - i * item_tokens), 0);
-    if (threadIdx.x == 0) *n_items = n_all_tiles;
+        items[(i64)(at + i) * ITEM_WORDS] =
+            packed_item(expert, first + i * item_tokens, min(item_tokens, count - i * item_tokens));
+    for (int i = n_all_tiles + (int)threadIdx.x; i < max_items; i += SORT_THREADS) items[(i64)i * ITEM_WORDS] = 0;
     return first;
 }
 
@@ -115,15 +119,13 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     moe_sort(const int* ids,        // [n]
              const bool* active,    // [n_experts], or null = all
              int* order,            // [n]
-             int4* items,           // [max items]
-             int* n_items,          // [1]
+             i64* items,            // [max_items, ITEM_WORDS]
              const i64* addresses,  // [n_experts, n_pages]
-             i64* item_pages,       // [max items, n_pages], or null
-             int n_pages, int n, int n_experts, int item_tokens) {
-    fetch_table_ahead(addresses, item_pages, n_pages, n_experts);
+             int n_pages, int n, int n_experts, int item_tokens, int max_items) {
+    fetch_table_ahead(addresses, n_pages, n_experts);
     follow_predecessor();
     PageList pages;
-    pages.ask(addresses, item_pages, n_pages, n_experts);
+    pages.ask(addresses, n_pages, n_experts);
     __shared__ __align__(16) u8 counts[32][MAX_EXPERTS];
     __shared__ __align__(16) int partial[33], first[MAX_EXPERTS], first_tile[MAX_EXPERTS];
     __shared__ __align__(16) u16 n_tiles[MAX_EXPERTS];
@@ -131,10 +133,10 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     int rank = count_in_warp(counts, expert, n_experts);
     int count = 0;
     for (int warp = 0; warp < (n + 31) / 32; warp++) count += counts[warp][threadIdx.x];
-    first[threadIdx.x] = plan_expert(count, active, n_experts, item_tokens, items, n_items, partial, first_tile, n_tiles);
+    first[threadIdx.x] = plan_expert(count, active, n_experts, item_tokens, items, max_items, partial, first_tile, n_tiles);
     __syncthreads();
     if (expert < n_experts) order[first[expert] + rank_in_block(counts, expert, rank)] = threadIdx.x;
-    pages.copy(addresses, first_tile, n_tiles, item_pages);
+    pages.copy(addresses, first_tile, n_tiles, items);
 }
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
@@ -154,22 +156,20 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     moe_sort_scan(int* block_counts,     // [blocks, n_experts]; becomes each block's first places
                   const bool* active,    // [n_experts], or null = all
-                  int4* items,           // [max items]
-                  int* n_items,          // [1]
+                  i64* items,            // [max_items, ITEM_WORDS]
                   const i64* addresses,  // [n_experts, n_pages]
-                  i64* item_pages,       // [max items, n_pages], or null
-                  int n_pages, int n_blocks, int n_experts, int item_tokens) {
-    fetch_table_ahead(addresses, item_pages, n_pages, n_experts);
+                  int n_pages, int n_blocks, int n_experts, int item_tokens, int max_items) {
+    fetch_table_ahead(addresses, n_pages, n_experts);
     follow_predecessor();
     PageList pages;
-    pages.ask(addresses, item_pages, n_pages, n_experts);
+    pages.ask(addresses, n_pages, n_experts);
     __shared__ __align__(16) int partial[33], first_tile[MAX_EXPERTS];
     __shared__ __align__(16) u16 n_tiles[MAX_EXPERTS];
     int expert = threadIdx.x, count = 0;
     if (expert < n_experts) {
         for (int b = 0; b < n_blocks; b++) count += block_counts[b * n_experts + expert];
     }
-    int place = plan_expert(count, active, n_experts, item_tokens, items, n_items, partial, first_tile, n_tiles);
+    int place = plan_expert(count, active, n_experts, item_tokens, items, max_items, partial, first_tile, n_tiles);
     if (expert < n_experts) {
         for (int b = 0; b < n_blocks; b++) {
             int here = block_counts[b * n_experts + expert];
@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
         }
     }
     __syncthreads();
-    pages.copy(addresses, first_tile, n_tiles, item_pages);
+    pages.copy(addresses, first_tile, n_tiles, items);
 }
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)

@@ -60,7 +60,6 @@ MAX_DOT_LOAD = 1.5
 """Up to this many assignments an expert on average, integer dot products are used. (Both measured on an H200 with 128
 experts of which 8 are chosen: tools/LOG.md.)"""
 
-_ITEM_PAGES = 16  # most pages of an expert that are listed with every item
 _MAX_SUM_SLOTS = 32  # experts of a token where down and the weighted sum are one kernel (moe/moe_decode.cu)
 _combine = Kernel(
     "moe/combine.cu",
@@ -84,9 +83,7 @@ class ExpertBuffers:
     halves: Array | None  # float16 [A, n_hidden]; None: the tensor-core kernels are not used
     half_scales: Array | None  # float32 [A]
     order: Array  # int32 [A], assignments by expert
-    items: Array  # int32 [max items, 4]
-    item_pages: Array  # int64 [max items, pages of an expert], as far as there are
-    n_items: Array  # int32 [1]
+    items: Array  # int64 [max items, 16], see cuda_src/common/items.cuh
     block_counts: Array  # int32 [ceil(A / 1024), n_experts]
     sm_shared_bytes: int  # shared memory of a multiprocessor
     left: _Left | None = None  # what `moe_experts` left to `moe_combine`
@@ -114,9 +111,7 @@ def moe_scratch(
         cupy.empty((n, hidden), np.float16) if halves else None,
         cupy.empty(n, np.float32) if halves else None,
         cupy.empty(n, np.int32),
-        cupy.empty((n, 4), np.int32),
-        cupy.empty(n * _ITEM_PAGES, np.int64),
-        cupy.empty(1, np.int32),
+        cupy.empty((n, sorting.ITEM_WORDS), np.int64),
         cupy.empty((ceil_div(n, sorting.THREADS), spec.n_experts), np.int32),
         sm_shared_bytes,
     )
@@ -126,9 +121,8 @@ def moe_scratch(
 def moe_scratch_bytes(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: bool = False) -> int:
     """Bytes that `moe_scratch` takes; for the ledger."""
     n, hidden = max_tokens * spec.top_k, spec.width
-    total = (
-        n * (4 * hidden + 4 * n_in + 4 + 16 + 8 * _ITEM_PAGES) + 4 + 4 * ceil_div(n, sorting.THREADS) * spec.n_experts
-    )
+    total = n * (4 * hidden + 4 * n_in + 4 + 8 * sorting.ITEM_WORDS)
+    total += 4 * ceil_div(n, sorting.THREADS) * spec.n_experts
     if hidden % ACT_BLOCK == 0:
         total += n * (hidden + 8 * (hidden // ACT_BLOCK))
         if _has_halves(max_tokens, spec, n_in, deterministic):
@@ -180,16 +174,14 @@ class _Call:
     out: Array
     item_arguments: tuple[Any, ...]
     max_items: int
+    listed: bool
+    """Whether items come with the pages of their experts."""
 
     def projection(self, name: str) -> ProjectionLayout | None:
         return self.table.layout.projection(name)
 
     def down_pages(self, down: ProjectionLayout) -> tuple[Any, ...]:
         return (self.table.addresses, self.table.layout.n_pages, *page_arguments(down))
-
-    @property
-    def listed(self) -> bool:
-        return self.item_arguments[1] is not None
 
     @property
     def scaled(self) -> bool:
@@ -248,13 +240,13 @@ def moe_experts(
     with_halves = buffers.halves is not None and x.quant is not None and x.quant.halves is not None
     on_matrices = with_halves and on_tensor_cores(n_tokens, load)
     tile = up_matrix_shape(load).tokens if on_matrices else dot_tile(n_tokens, load, down.format.name)
-    items, item_pages, n_items, order, max_items = None, None, None, None, ids.size
+    items, order, max_items = None, None, ids.size
+    listed = tile > 1 and table.layout.n_pages <= sorting.MAX_ITEM_PAGES
     if tile > 1:
-        item_pages = buffers.item_pages if table.layout.n_pages <= _ITEM_PAGES else None
-        max_items = sorting.sort_assignments(ids, active, table, tile, item_pages, buffers)
-        items, n_items, order = buffers.items, buffers.n_items, buffers.order
-    arguments = (items, item_pages, n_items, order, ids, active, n_experts, top_k)
-    call = _Call(x, table, spec, buffers, scratch.out, arguments, max_items)
+        max_items = sorting.sort_assignments(ids, active, table, tile, listed, buffers)
+        items, order = buffers.items, buffers.order
+    arguments = (items, order, ids, active, n_experts, top_k)
+    call = _Call(x, table, spec, buffers, scratch.out, arguments, max_items, listed)
     # Where every expert can be read now, this call is the only one before the sum.
     leaves_down = tile == 1 and scratch.only_summed and active is None and top_k <= _MAX_SUM_SLOTS
     buffers.left = _Left(call, down, ids) if leaves_down else None
@@ -268,7 +260,7 @@ def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: Projection
     """gate_up, and down where it is not left to the sum."""
     buffers, quant, gate = call.buffers, call.x.quant, call.projection("gate")
     gate_name = None if gate is None else gate.format.name
-    n_tokens = call.item_arguments[4].shape[0]
+    n_tokens = call.item_arguments[2].shape[0]
     lanes, rows, resident = up_shape(tile, n_tokens, (gate_name, up.format.name))
     x_forms = (None, None, None) if quant is None else (quant.values, quant.scales, quant.sums)
     hidden_forms = (buffers.values, buffers.scales, buffers.sums)
@@ -348,7 +340,7 @@ def experts_kernels(
     assert up is not None and down is not None
     gate_name = None if gate is None else gate.format.name
     found: dict[int, Kernel] = {}
-    lists = layout.n_pages <= _ITEM_PAGES
+    lists = layout.n_pages <= sorting.MAX_ITEM_PAGES
     for n_tokens in range(1, max_tokens + 1):
         load = n_tokens * spec.top_k / layout.n_experts
         if _has_halves(n_tokens, spec, up.n_in, deterministic):

@@ -50,7 +50,7 @@ SPAN_FORMATS = ("q4_k", "q5_k", "q6_k")
 LEAN_FORMATS = ("q6_k", "q4_0")
 """Types whose down kernel of single assignments does with 64 registers, if it has to: a third more threads."""
 
-_ITEMS = "items: *, item_pages: i64*, n_items: i32*, order: i32*, ids: i32*, active: bool*, n_experts: i32, top_k: i32"
+_ITEMS = "items: i64*, order: i32*, ids: i32*, active: bool*, n_experts: i32, top_k: i32"
 _PAGES = "addresses: i64*, n_pages: i32"
 _UP_PAGES = (
     "gate_first_page: i32, gate_rows_per_page: i32, gate_page_factor: i32, gate_row_bytes: i32,"

@@ -16,18 +16,24 @@ if TYPE_CHECKING:
 THREADS = 1024
 """Assignments of a block."""
 
+ITEM_WORDS = 16
+"""Words of 8 bytes of an item (cuda_src/common/items.cuh)."""
+
+MAX_ITEM_PAGES = ITEM_WORDS - 1
+"""Most pages of an expert that are listed with every item."""
+
 _sort = Kernel(
     "moe/token_sort.cu",
     "moe_sort",
-    "ids: i32*, active: bool*, order: i32*, items: *, n_items: i32*, addresses: i64*, item_pages: i64*, n_pages: i32,"
-    "n: i32, n_experts: i32, item_tokens: i32",
+    "ids: i32*, active: bool*, order: i32*, items: i64*, addresses: i64*, n_pages: i32, n: i32, n_experts: i32,"
+    "item_tokens: i32, max_items: i32",
 )
 _sort_count = Kernel("moe/token_sort.cu", "moe_sort_count", "ids: i32*, block_counts: i32*, n: i32, n_experts: i32")
 _sort_scan = Kernel(
     "moe/token_sort.cu",
     "moe_sort_scan",
-    "block_counts: i32*, active: bool*, items: *, n_items: i32*, addresses: i64*, item_pages: i64*, n_pages: i32,"
-    "n_blocks: i32, n_experts: i32, item_tokens: i32",
+    "block_counts: i32*, active: bool*, items: i64*, addresses: i64*, n_pages: i32, n_blocks: i32, n_experts: i32,"
+    "item_tokens: i32, max_items: i32",
 )
 _sort_place = Kernel(
     "moe/token_sort.cu", "moe_sort_place", "ids: i32*, block_places: i32*, order: i32*, n: i32, n_experts: i32"
@@ -36,23 +42,24 @@ KERNELS = (_sort, _sort_count, _sort_scan, _sort_place)
 
 
 def sort_assignments(
-    ids: Array, active: Array | None, table: ExpertTable, item_tokens: int, item_pages: Array | None,
-    buffers: ExpertBuffers,
-) -> int:  # fmt: skip
-    """Fill order and items of `buffers`, and, where item_pages is given, the pages of each item's expert; returns the
-    number of items in the worst case."""
+    ids: Array, active: Array | None, table: ExpertTable, item_tokens: int, listed: bool, buffers: ExpertBuffers
+) -> int:
+    """Fill order and items of `buffers`, where `listed` with the pages of each item's expert; returns the number of items
+    in the worst case."""
     n, n_experts = ids.size, table.layout.n_experts
-    pages = (table.addresses, item_pages, table.layout.n_pages)
+    pages = (table.addresses, table.layout.n_pages if listed else 0)
     if n_experts > MAX_EXPERTS:
         raise RimuruError(f"{n_experts} experts in a layer: the CUDA kernels take up to {MAX_EXPERTS}")
+    max_items = min(n, n_experts + n // item_tokens)
     if n <= THREADS:
-        outputs = (buffers.order, buffers.items, buffers.n_items)
-        _sort((1,), (THREADS,), (ids, active, *outputs, *pages, n, n_experts, item_tokens))
+        _sort(
+            (1,), (THREADS,),
+            (ids, active, buffers.order, buffers.items, *pages, n, n_experts, item_tokens, max_items),
+        )  # fmt: skip
     else:
         blocks = ceil_div(n, THREADS)
         counts = buffers.block_counts
         _sort_count((blocks,), (THREADS,), (ids, counts, n, n_experts))
-        scan = (counts, active, buffers.items, buffers.n_items, *pages, blocks, n_experts, item_tokens)
-        _sort_scan((1,), (THREADS,), scan)
+        _sort_scan((1,), (THREADS,), (counts, active, buffers.items, *pages, blocks, n_experts, item_tokens, max_items))
         _sort_place((blocks,), (THREADS,), (ids, counts, buffers.order, n, n_experts))
-    return min(n, n_experts + n // item_tokens)
+    return max_items
