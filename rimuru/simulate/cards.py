@@ -23,6 +23,8 @@ class Card:
     """Per layer: kernels that wait for each other."""
     memory_gib: float = 24.0
     """Memory of the card."""
+    overlap: float = 1.0
+    """How much of the shorter one of reading weights and computing with them hides behind the longer one."""
 
     @property
     def memory_bytes_per_s(self) -> float:
@@ -44,11 +46,12 @@ CARDS = {
 
 
 RATES = ("compute_tflops", "memory_gbps", "pcie_gbps", "disk_gbps")
-ENGINE_SHARES = {"compute_tflops": 0.15, "memory_gbps": 0.52}
+ENGINE_SHARES = {"compute_tflops": 0.17, "memory_gbps": 0.42}
 """Of a card's rates, what the kernels of this engine reach together."""
-ENGINE_LAYER_OVERHEAD_US = 33.0
-"""Fitted with ENGINE_SHARES to Qwen3-30B-A3B on an H200 at commit b838703, 1 to 32 streams and prompts of 512 tokens;
-they foretell Qwen3.5-35B-A3B to a fifth (tools/LOG.md)."""
+ENGINE_LAYER_OVERHEAD_US = 15.0
+ENGINE_OVERLAP = 0.0
+"""Fitted with ENGINE_SHARES to Qwen3-30B-A3B, Qwen3.5-35B-A3B and DeepSeek-V2-Lite on an H200 at commit 3cad8a1, 1 to
+96 streams and prompts of 512 and 4,096 tokens: foretold to a sixth, the hybrid's to a third (tools/LOG.md)."""
 
 
 def card_named(name: str, rates: Mapping[str, float | None] | None = None) -> Card:
@@ -66,4 +69,4 @@ def card_named(name: str, rates: Mapping[str, float | None] | None = None) -> Ca
 def as_used(card: Card) -> Card:
     """The card as this engine uses it: for forecasts, where a simulation compares policies on the card as it is."""
     shares = {key: share * getattr(card, key) for key, share in ENGINE_SHARES.items()}
-    return replace(card, layer_overhead_us=ENGINE_LAYER_OVERHEAD_US, **shares)
+    return replace(card, layer_overhead_us=ENGINE_LAYER_OVERHEAD_US, overlap=ENGINE_OVERLAP, **shares)

@@ -19,6 +19,7 @@ from rimuru.base.units import human_bytes
 from rimuru.engine.build import FIXED_SHARE
 from rimuru.engine.room import CompactingRoom, ExpertRoom
 from rimuru.engine.scheduler import Admission, Scheduler
+from rimuru.experts.device_places import n_loading_buffers
 from rimuru.experts.residency import ResidencyPolicy
 from rimuru.experts.routing import SyntheticRouter, router_for
 from rimuru.experts.store import even_quotas
@@ -31,7 +32,7 @@ from rimuru.request import SamplingParams, Sequence
 from rimuru.simulate.cards import Card
 from rimuru.simulate.model_cost import model_cost
 from rimuru.simulate.report import Recorder, Result
-from rimuru.simulate.store import SimulatedStore
+from rimuru.simulate.store import SimulatedPlaces, SimulatedStore
 from rimuru.simulate.timing import StepLoad, TimeModel, Ways
 from rimuru.simulate.traces import PREFIX_BLOCK_TOKENS, TraceRequest
 
@@ -54,6 +55,11 @@ class Settings:
     ram_bytes: int | None = None
     kv_element_bytes: int = 2
     fill_on_read: bool = True
+    by_device: bool = False
+    """Whether the device decides who is resident, where experts fill on read: for forecasts of what a card does."""
+    has_buffers: bool = False
+    """Whether as many loading buffers are taken as the engine takes on a device, besides buffer_experts."""
+    prefix_cache: bool = True
     ways: Ways = field(default_factory=Ways)
     router: str = "auto"
     n_topics: int | None = None
@@ -140,11 +146,16 @@ class Simulation:
     def _build(self) -> None:
         settings, layout = self.settings, self.layout
         self._streams: set[int] = set()
-        for _ in range(settings.buffer_experts):
+        self._n_requests = 0
+        """Of all traces so far: no request has the number of another one."""
+        n_buffers = settings.buffer_experts
+        if self._is_by_device and settings.has_buffers:
+            n_buffers += n_loading_buffers(self.experts, self.pool.total_bytes, self.pool.total_bytes)
+        for _ in range(n_buffers):
             if self.pool.reserve_buffer(self.experts.max_pages) is None:
                 raise NotEnoughMemoryError("the loading buffers do not fit; give more --memory")
         quotas = self._quotas()
-        self.cache = SequenceCache(self.pool, layout, prefix_cache=True)
+        self.cache = SequenceCache(self.pool, layout, prefix_cache=settings.prefix_cache)
         self.room: CompactingRoom
         may_grow: Callable[[int], bool] = _never
         if quotas is None:
@@ -153,9 +164,7 @@ class Simulation:
             may_grow = self.room.may_grow
         else:
             self.room = CompactingRoom(self.cache, self.pool, layout)
-        self.store = SimulatedStore(
-            self.experts, self.pool, quotas, may_grow, settings.fill_on_read, settings.residency
-        )
+        self.store = self._make_store(quotas, may_grow)
         self.room.store = self.store
         self.router = self._router(settings.seed)
         if settings.profile_tokens:
@@ -174,6 +183,16 @@ class Simulation:
         if settings.ram_bytes is not None:
             disk_share = max(0.0, 1.0 - settings.ram_bytes / (self.experts.n_pages * self.experts.page_bytes))
         self.time = TimeModel(self.cost, settings.card, settings.ways, disk_share)
+
+    @property
+    def _is_by_device(self) -> bool:
+        return self.settings.by_device and self.settings.fill_on_read
+
+    def _make_store(self, quotas: list[int] | None, may_grow: Callable[[int], bool]) -> SimulatedStore:
+        settings = self.settings
+        if self._is_by_device:
+            return SimulatedPlaces(self.experts, self.pool, quotas, may_grow, settings.residency)
+        return SimulatedStore(self.experts, self.pool, quotas, may_grow, settings.fill_on_read, settings.residency)
 
     def _quotas(self) -> list[int] | None:
         settings, n_experts = self.settings, self.experts.n_experts
@@ -220,7 +239,20 @@ class Simulation:
         """At time 0, with nothing running: for who wants to look at `store`, `recorder` and `now_s` between steps."""
         self.now_s = 0.0
         self.recorder = Recorder(self.pool, self.scheduler, self.store)
-        self._pending = deque(enumerate(trace))
+        self._pending = deque(enumerate(trace, self._n_requests))
+        self._n_requests += len(trace)
+
+    def stop(self) -> None:
+        """End whoever runs or waits; residency and rates stay as they are, for another `start`."""
+        self._pending.clear()
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+            self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        if sequence.seq_id in self._streams:
+            self.router.close(sequence.seq_id)
+            self._streams.discard(sequence.seq_id)
 
     def step(self) -> bool:
         """Whoever has come by now, and one step; False, and nothing happens, where every request has been answered."""
@@ -300,9 +332,7 @@ class Simulation:
             sequence.append((sequence.seq_id + 1) << 12 | 1)
             recorder.token(sequence, now)
             if sequence.finish_reason is not None:
-                self.scheduler.remove(sequence)
-                self.router.close(sequence.seq_id)
-                self._streams.discard(sequence.seq_id)
+                self._end(sequence)
 
     def audit(self) -> None:
         """Check every structure's invariants."""

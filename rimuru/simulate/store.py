@@ -1,4 +1,8 @@
-"""A store of experts without experts: residency, pages and decisions are real, copies are bytes in a queue."""
+"""Stores of experts without experts: residency, pages and decisions are real, copies are bytes in a queue.
+
+SimulatedStore lets the host say who is resident, as the CPU's store does and a device's without fill on read;
+SimulatedPlaces lets the device say so, by the rule of cuda_src/moe/residency.cu.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from rimuru.experts.device_places import rule_of
 from rimuru.experts.residency import ResidencyPolicy
 from rimuru.experts.residents import ResidentSet
 from rimuru.memory.adjuster import StepRates
@@ -60,17 +65,26 @@ class SimulatedStore(ResidentSet):
         is_used = counts > 0
         for slot, expert in [(s, e) for s, e, _ in self._queue if is_used[s, e]]:
             self._arrive(slot, expert)  # its copy is in the queue already
-        is_missed = is_used & ~residency.resident
+        is_missed = is_used & ~self._readable
         n_used, n_missed = is_used.sum(axis=1), is_missed.sum(axis=1)
         self.n_asked += int(n_used.sum())
         self.n_hits += int(n_used.sum() - n_missed.sum())
         residency.note_all(counts)
+        self._weigh(counts, n_tokens)
         for slot in range(n_slots):
             used[slot], missed[slot] = n_used[slot] * self._bytes[slot], n_missed[slot] * self._bytes[slot]
             if n_missed[slot]:
                 self._fill(slot, is_used[slot], np.flatnonzero(is_missed[slot]))
         self._note_owners()
         return used, missed, absent
+
+    @property
+    def _readable(self) -> np.ndarray:
+        """bool [n_slots, width]: who is in the pool."""
+        return self.residency.resident
+
+    def _weigh(self, counts: np.ndarray, n_tokens: int) -> None:
+        """What a step of n_tokens chose, before anybody comes for it."""
 
     def _fill(self, slot: int, in_use: np.ndarray, missing: np.ndarray) -> None:
         """What claim_pages and settle do together, without the time between them; owners are noted once per step."""
@@ -84,12 +98,14 @@ class SimulatedStore(ResidentSet):
             self.settle(slot, expert, pages)
         else:
             return
-        resident = self.residency.resident[slot]
         for expert, victim in self.residency.exchanges(slot, in_use, missing):
-            pages = self.take_out(slot, victim)
-            self.view.place(slot, expert, pages)
-            resident[expert] = True
-            self._new_owners.append((pages, self.view.row(slot, expert)))
+            self._exchange(slot, expert, victim)
+
+    def _exchange(self, slot: int, expert: int, victim: int) -> None:
+        pages = self.take_out(slot, victim)
+        self.view.place(slot, expert, pages)
+        self.residency.resident[slot, expert] = True
+        self._new_owners.append((pages, self.view.row(slot, expert)))
 
     def _note_owners(self) -> None:
         if self._new_owners:
@@ -130,3 +146,63 @@ class SimulatedStore(ResidentSet):
                 del self._queue[number]
                 self.settle(slot, expert, pages)
                 return
+
+
+class SimulatedPlaces(SimulatedStore):
+    """As experts/device_store.py with fill on read: the adjuster adds empty places and takes places away, which moves
+    nothing; who is missed comes into an empty one, or into that of a colder one whom the step does not use."""
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        pool: PagePool,
+        quotas: list[int] | None,
+        may_grow: Callable[[int], bool],
+        residency: ResidencyPolicy,
+    ) -> None:
+        super().__init__(layout, pool, quotas, may_grow, True, residency)
+        self.expands_freely = True
+        shape = self.residency.resident.shape
+        self._scores, self._stamps = np.zeros(shape), np.zeros(shape, np.int64)
+        self._is_empty = np.zeros(shape, np.bool_)
+        """Of the residents, those in name only: nobody has come into their place yet."""
+
+    @property
+    def _readable(self) -> np.ndarray:
+        return self.residency.resident & ~self._is_empty
+
+    def start_read(self, slot: int, expert: int, pages: np.ndarray) -> None:
+        """See ResidentSet.start_read: one more place."""
+        self.n_expanded += 1
+        self.settle(slot, expert, pages)
+        self._is_empty[slot, expert] = True
+
+    def take_out(self, slot: int, expert: int) -> np.ndarray:
+        """See ResidentSet.take_out."""
+        self._is_empty[slot, expert] = False
+        return super().take_out(slot, expert)
+
+    def _weigh(self, counts: np.ndarray, n_tokens: int) -> None:
+        time = n_tokens / rule_of(self.residency)[2]
+        self._scores *= np.exp(-time)
+        self._scores += -np.expm1(-time) / time * counts
+        self._stamps[counts > 0] = self.residency.step
+
+    def _fill(self, slot: int, in_use: np.ndarray, missing: np.ndarray) -> None:
+        by_recency, all_come, _ = rule_of(self.residency)
+        scores, is_empty = self._scores[slot], self._is_empty[slot]
+        comers = missing[np.argsort(-scores[missing], kind="stable")].tolist()
+        empty = np.flatnonzero(is_empty).tolist()
+        while comers and empty:
+            comer = comers.pop(0)
+            name = comer if comer in empty else empty[-1]
+            empty.remove(name)
+            is_empty[name] = False
+            if name != comer:
+                self._exchange(slot, comer, name)
+        leaving = np.flatnonzero(self.residency.resident[slot] & ~in_use & ~is_empty)
+        order = (scores[leaving], self._stamps[slot, leaving]) if by_recency else (scores[leaving],)
+        for comer, victim in zip(comers, leaving[np.lexsort(order)].tolist(), strict=False):
+            if not all_come and not scores[victim] < scores[comer]:
+                break
+            self._exchange(slot, comer, victim)

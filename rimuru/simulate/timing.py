@@ -72,13 +72,13 @@ class TimeModel:
         """The fastest way for this step."""
         cost, card = self.cost, self.card
         reads = cost.dense_bytes + load.context_tokens * cost.context_bytes + load.n_sequences * cost.state_bytes
-        dense = np.maximum(
+        dense = self._beside(
             reads / card.memory_bytes_per_s, load.n_tokens * cost.dense_operations / card.operations_per_s
         )
         dense += card.layer_overhead_us * 1e-6
         computing = load.n_tokens * cost.expert_operations / card.operations_per_s
-        experts = np.maximum(load.used_bytes / card.memory_bytes_per_s, computing)
-        local = np.maximum((load.used_bytes - load.missed_bytes) / card.memory_bytes_per_s, computing)
+        experts = self._beside(load.used_bytes / card.memory_bytes_per_s, computing)
+        local = self._beside((load.used_bytes - load.missed_bytes) / card.memory_bytes_per_s, computing)
         ends = card.step_overhead_us * 1e-6 + max(
             cost.head_bytes / card.memory_bytes_per_s, load.n_logit_rows * cost.head_operations / card.operations_per_s
         )
@@ -90,6 +90,11 @@ class TimeModel:
             (self._walk(way, dense, experts, local, load, ends, compute_s) for way in self._ways()),
             key=lambda time: time.step_s,
         )
+
+    def _beside(self, reading: np.ndarray, computing: np.ndarray) -> np.ndarray:
+        """Seconds by layer of reading weights and computing with them, each of which takes so long alone."""
+        exposed = (1.0 - self.card.overlap) * np.minimum(reading, computing)
+        return np.maximum(reading, computing) + exposed
 
     def _ways(self) -> list[str]:
         ways = ["in place"] if self.ways.in_place else []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.bench import simulate_forecast
+from tools.bench.elastic_table import merged
 
 STARTED = {"tokens_per_s": 100.0, "hit_rate": 0.5, "bytes_over_link_per_token": 2e6, "resident_experts": 900}
 
@@ -19,8 +20,11 @@ def result_of(routing: str, policy: str, streams: list[int]) -> dict[str, object
         "memory_report": {"scratch_bytes": 100_000_000},
     }  # fmt: skip
     static = {**row, "policy": "static", "cells": []}
-    ran = {"streams": streams, "prompt": 40, "ctx": 512, "warm": 0.05, "seconds": 0.1, "start_seconds": 1.0, "seed": 1}
-    return {"settings": ran, "rows": [row, static]}
+    ran = {
+        "streams": streams, "prompt": 40, "ctx": 512, "warm": 0.05, "seconds": 0.1, "start_seconds": 1.0, "seed": 1,
+        "memory": ["5GB"], "routing": routing.split()[0], "ablate": False,
+    }  # fmt: skip
+    return {"model": "m.gguf", "card": "a card", "settings": ran, "rows": [row, static]}
 
 
 def test_cells_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,6 +47,34 @@ def test_cells_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(lines) == 6 and lines[-1].startswith("Off by ") and lines[-1].endswith("(2 cells).")
     off = many["tokens_per_s"] / 100 - 1
     assert f"| 5GB | fixed, auto | 6 | 100 | {many['tokens_per_s']:,.0f} | {off:+.0%} |" in lines[2]
+
+
+def test_rows_of_merged_runs_are_foretold_as_each_was_measured(tmp_path: Path) -> None:
+    """An ablation of one stream and the table of several: each row with the times of its own run."""
+    table, ablation = result_of("synthetic qwen3-30b", "cost", [6, 1]), result_of("synthetic qwen3-30b", "cost", [1])
+    ablation["settings"] |= {"ablate": True, "warm": 0.2}  # type: ignore[operator]
+    ablation["rows"] = [{**ablation["rows"][0], "off": off} for off in ("fill_on_read", "prefetch", "in_place")]  # type: ignore[index]
+    paths = [tmp_path / name for name in ("table.json", "ablation.json")]
+    for path, result in zip(paths, (table, ablation), strict=True):
+        path.write_text(json.dumps(result))
+    (tmp_path / "all.json").write_text(json.dumps(merged(paths)))
+    output = tmp_path / "out.json"
+    words = ["--shape", "qwen1.5-moe-a2.7b", "--output", str(output), "--card", "rtx4090"]
+    assert simulate_forecast.main([str(tmp_path / "all.json"), *words]) == 0
+    cells = {(cell["off"], cell["streams"]): cell["foretold"] for cell in json.loads(output.read_text())}
+    assert list(cells) == [("", 6), ("", 1), ("fill_on_read", 1), ("prefetch", 1)]
+    assert cells["fill_on_read", 1]["hit_rate"] < cells["", 1]["hit_rate"]
+    assert cells["prefetch", 1]["resident_experts"] > cells["", 1]["resident_experts"]  # loading buffers are pages too
+    assert output.with_suffix(".md").read_text().count("| 5GB | cost, auto") == 4
+    rows = json.loads((tmp_path / "all.json").read_text())
+    for row, warm in zip(rows["rows"], (0.05, None, 0.2, 0.2), strict=False):
+        assert warm is None or simulate_forecast.settings_of_run(rows, row)["warm"] == warm
+
+
+def test_what_elastic_py_did_not_write_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text("[]")
+    assert simulate_forecast.main([str(tmp_path / "a.json")]) == 2
+    assert "a.json" in capsys.readouterr().err
 
 
 def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
