@@ -227,11 +227,9 @@ class DeviceExpertStore(ResidentSet):
         """The link's rate: some residents are copied once more to where they lie. What a step waits for cannot hide."""
         self.rates.exposed_share = 1.0
         residents = [place for place in self._host if self.residency.resident[place]][:N_TIMED]
-        if not residents:
-            return
-        pages = [self.view.pages(slot, expert) for slot, expert in residents]
-        pairs = [(self._host[place], ids) for place, ids in zip(residents, pages, strict=True) if ids is not None]
-        self.rates.link_bytes_per_s = link_rate(self.copier, self.pool, pairs)
+        pairs = [(self._host[place], ids) for place in residents if (ids := self.view.pages(*place)) is not None]
+        if pairs:
+            self.rates.link_bytes_per_s = link_rate(self.copier, self.pool, pairs)
 
     def _expert_bytes(self, slot: int) -> int:
         return self.layout.layers[slot].n_pages * self.layout.page_bytes
@@ -434,7 +432,6 @@ class DeviceExpertStore(ResidentSet):
 
     def _audit_places(self) -> None:
         """Make the view exact, and compare it with the device's table and the pool."""
-        self._clock.ask()
         heard = self.places.hear_now()
         self._note(heard)
         self.places.update_view(heard.holders)
