@@ -94,6 +94,7 @@ class DeviceExpertStore(ResidentSet):
         self._holders = np.full(layout.n_experts, -1, np.int32)
         """By the device: of each place (a layer's places begin at the row of its first expert) an expert of the layer,
         as last heard. Places that nobody holds yet have one in name, so that residents and places are as many."""
+        self._useful_bytes = np.array([layer.useful_bytes for layer in layout.layers], np.int64)
         self._cells = np.flatnonzero(self.residency.exists.reshape(-1))
         """Where the experts of all layers lie in the arrays of residency."""
         self.is_watching = True
@@ -343,7 +344,7 @@ class DeviceExpertStore(ResidentSet):
             self.places.set_residents(self.view.table.values, self.residency.resident.reshape(-1)[self._cells])
         self._set_control()
         self.places.send()
-        is_whole = self.residency.n_resident == self.layout.n_experts and not self._n_empty and not self._coming
+        is_whole = self.residency.n_resident == len(self._cells) and not self._n_empty and not self._coming
         self.is_watching = not is_whole
         self._n_steps += 1
         if self._n_steps % REPORT_STEPS == 0 and self.places.ask():
@@ -364,18 +365,17 @@ class DeviceExpertStore(ResidentSet):
         """Counters, warmth, and who is resident, from a report."""
         totals, counters = heard.new_totals, self.counters
         missed = totals[:, ASKED] - totals[:, HITS] + totals[:, FORETOLD]
-        useful = np.array([layer.useful_bytes for layer in self.layout.layers], np.int64)
         counters.n_asked += int(totals[:, ASKED].sum())
         counters.n_hits += int(totals[:, HITS].sum())
         counters.n_read += int(missed.sum())
         counters.n_filled += int(totals[:, FILLS].sum())
-        counters.read_bytes += int((missed * useful).sum())
+        counters.read_bytes += (missed_bytes := int((missed * self._useful_bytes).sum()))
         n_steps = int(totals[:, STEPS].max())
         self._n_noted += int(totals[:, TOKENS].max())
         if n_steps:
             n_tokens = int(totals[:, TOKENS].max()) // n_steps
             self._step_tokens = min(max(1, n_tokens), MOST_COUNTED_TOKENS)
-            self._observe(n_tokens, int((missed * useful).sum()) // n_steps, n_steps)
+            self._observe(n_tokens, missed_bytes // n_steps, n_steps)
         counts = np.zeros(self.residency.scores.shape, np.int64)
         counts.reshape(-1)[self._cells] = heard.new_counts
         self.residency.note_all(counts)
@@ -401,7 +401,7 @@ class DeviceExpertStore(ResidentSet):
             name_empty(self._holders[rows], is_empty[rows], exists[rows])
         places = np.flatnonzero(exists)
         first = self.view.rows_before[np.searchsorted(self.view.rows_before, places, side="right") - 1]
-        resident = np.zeros(self.layout.n_experts, np.bool_)
+        resident = np.zeros(len(self._cells), np.bool_)
         resident[first + self._holders[places]] = True
         self.residency.resident.reshape(-1)[self._cells] = resident
 
