@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools" / "bench"))
 import kernels
+import paged_weights
 import paging
 from cases import moe, pointwise, timed
 
@@ -59,7 +60,7 @@ def test_what_each_kernel_adds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_overheads_are_averaged_by_group() -> None:
     figures = ((1, 0.03), (8, 0.0), (1024, 0.01), (4096, 0.02))
     rows = [{"tokens": n, "overhead": x, "pool_share": 0.5} for n, x in figures]
-    rows += [{"tokens": n, "overhead": 9.0, "pool_share": paging.LOOKED_UP} for n, _ in figures]  # stands beside
+    rows += [{"tokens": n, "overhead": 9.0, "pool_share": paged_weights.LOOKED_UP} for n, _ in figures]  # stands beside
     assert paging.means(rows) == pytest.approx({"all": 0.015, "from 1024 tokens": 0.015, "1 token": 0.03})
     assert paging.median_ratio([2.0, 3.0, 4.0], [1.0, 1.0, 1.0]) == 3.0
 
@@ -67,18 +68,18 @@ def test_overheads_are_averaged_by_group() -> None:
 def test_page_parts_cover_every_row() -> None:
     layout = moe.expert_layout({"gate": "q4_k", "up": "q4_k", "down": "q6_k"}, 4, 512, 256, 20_000)
     for p in layout.projections:
-        rows = np.concatenate([np.arange(part.start, part.stop) for _, part in paging.page_parts(p)])
+        rows = np.concatenate([np.arange(part.start, part.stop) for _, part in paged_weights.page_parts(p)])
         assert np.array_equal(rows, np.arange(p.n_rows))
 
 
 def test_parts_of_experts_lie_in_the_tensors_without_overlap() -> None:
     """The table that names the contiguous tensors finds every byte of every projection once."""
     layout = moe.expert_layout({"gate": "q4_k", "up": "q4_k", "down": "q6_k"}, 4, 512, 256, 20_000)
-    starts, n_bytes = paging.first_rows(layout)
-    places, seen = paging.places_in_tensors(layout), np.zeros(n_bytes, np.int64)
+    starts, n_bytes = paged_weights.first_rows(layout)
+    places, seen = paged_weights.places_in_tensors(layout), np.zeros(n_bytes, np.int64)
     for p in layout.projections:
         begin = starts[p.name] * p.row_bytes
-        for page, rows in paging.page_parts(p):
+        for page, rows in paged_weights.page_parts(p):
             for expert in range(layout.n_experts):
                 at = int(places[expert, page])
                 assert at == begin + (expert * p.n_rows + rows.start) * p.row_bytes

@@ -21,6 +21,13 @@
 #include "common/types.cuh"
 #include "common/warp.cuh"
 
+#ifndef CONTIGUOUS_EXPERTS
+#define CONTIGUOUS_EXPERTS 0
+#endif
+#ifndef ITEM_PAGES
+#define ITEM_PAGES 0
+#endif
+
 struct Projection {
     const i64* addresses;  // [n_experts, n_pages]
     int n_pages;           // of an expert
@@ -105,7 +112,8 @@ struct Item {
     int count;
 };
 
-// Where items come from: token_sort.cu's tables, or, with -DTOKEN_TILE=1, every assignment is one by itself. The down kernels
+// Where items come from: token_sort.cu's list, or, with -DTOKEN_TILE=1, every assignment is one by itself, whose expert stands
+// in ids, or with ITEM_PAGES in items too. The down kernels
 // read all that, and the tables of pages, before follow_predecessor(): no kernel that comes right before them writes any
 // of it (that is gate_up, or the scaling of its results).
 #if defined(TOKEN_TILE) && TOKEN_TILE == 1
@@ -128,8 +136,9 @@ struct Item {
 #define ASK_ITEM(g) ask_item(items, ids, g)
 
 __device__ __forceinline__ Item ask_item(const i64* items, const int* ids, int g) {
-    if (SINGLE_ASSIGNMENTS) return {load_early(ids + g), g, 1};
-    u64 word = load_early(items + g * ITEM_WORDS);  // the table has a place for every block of the grid
+    if (SINGLE_ASSIGNMENTS && (CONTIGUOUS_EXPERTS || !ITEM_PAGES)) return {load_early(ids + g), g, 1};
+    u64 word = load_early(items + g * ITEM_WORDS);  // the list has a place for every block of the grid
+    if (SINGLE_ASSIGNMENTS) return {(int)(word & 0xffffu), g, 1};
     return {(int)(word & 0xffffu), (int)(word >> 32), (int)((u32)word >> 16)};
 }
 

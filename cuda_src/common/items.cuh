@@ -1,5 +1,6 @@
 // Items of work for the expert kernels: an expert and some of its assignments. moe/token_sort.cu writes each as one line of the
-// cache, so that a warp that asks for an item gets where its expert's pages lie with it, and not after it:
+// cache, so that a warp that asks for an item gets where its expert's pages lie with it, and not after it. Where assignments are not
+// sorted, each is an item, which moe/router.cu may have written:
 //
 //   word 0      {expert | count << 16, first}: places first .. first + count of the sorted order; 0 = there is no such item
 //   word 1 + j  where page j of the expert lies, j < MAX_ITEM_PAGES, where an expert has no more

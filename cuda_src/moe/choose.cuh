@@ -104,9 +104,11 @@ __device__ __forceinline__ void apply_gate(float (&p)[PER_LANE], int gating) {
     }
 }
 
-// One warp: logits of a token (logit(i, e) gives that of expert e, the lane's i-th) to ids and weights, [top_k] each.
-template <typename Logit>
-__device__ __forceinline__ void choose_experts(const Routing& r, Chosen& chosen, int* ids, float* weights, Logit logit) {
+// One warp: logits of a token (logit(i, e) gives that of expert e, the lane's i-th) to ids and weights, [top_k] each. known() is
+// called when chosen.ids are, before the weights.
+template <typename Logit, typename Known>
+__device__ __forceinline__ void choose_experts(const Routing& r, Chosen& chosen, int* ids, float* weights, Logit logit,
+                                               Known known) {
     int lane = threadIdx.x & 31;
     float p[PER_LANE], q[PER_LANE];
     u32 keys[PER_LANE];
@@ -140,6 +142,7 @@ __device__ __forceinline__ void choose_experts(const Routing& r, Chosen& chosen,
             if (id == i * 32 + lane) chosen.ids[k] = (int)id, chosen.weights[k] = p[i], keys[i] = 0u;
     }
     __syncwarp();
+    known();
     float sum = 0.0f, most = NEGATIVE_INFINITY, factor = 1.0f;
 #pragma unroll 4
     for (int k = 0; k < r.top_k; k++) {

@@ -10,7 +10,7 @@
 // computes it also quantises it; 32 * ROW_LANES / LANE_ROWS threads. moe_down: grid x = BLOCK_WARPS * 32 / ROW_LANES *
 // LANE_ROWS rows. moe_down_sum: grid x = 32 / ROW_LANES * LANE_ROWS rows, y = tokens; a warp a slot, in turn.
 // -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 0 1; -DTOKEN_TILE 1 2 4 8;
-// -DROW_LANES 4 8 16 32; -DLANE_ROWS 1 2 4; -DBLOCK_WARPS. Moves the rows of the experts in use, once per tile of tokens.
+// -DROW_LANES 4 8 16 32; -DLANE_ROWS 1 2 4; -DBLOCK_WARPS; -DITEM_PAGES 0 1. Moves the rows of the experts in use, once per tile of tokens.
 
 #define SETTLED_WEIGHTS
 #include "common/act_store.cuh"
@@ -171,6 +171,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
                  const float* h_scales,  // [T * top_k, n_hidden / 32]
                  const int* h_sums,      // [T * top_k, n_hidden / 32]
                  int n_hidden,
+                 const i64* items,       // [T * top_k, ITEM_WORDS] with -DITEM_PAGES=1
                  const int* ids,         // [T * top_k], experts
                  int n_experts, int top_k,
                  const i64* addresses,   // [n_experts, n_pages]
@@ -187,12 +188,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
     int block_first = (int)blockIdx.x * SUM_ROWS, token = blockIdx.y;
     for (int round = 0; round < top_k; round += BLOCK_WARPS) {
         int slot = round + (threadIdx.x >> 5);
-        int assignment[1] = {token * top_k + min(slot, top_k - 1)}, expert = load_early(ids + assignment[0]);
+        int assignment[1] = {token * top_k + min(slot, top_k - 1)}, expert = ASK_ITEM(assignment[0]).expert;
+        ItemPages pages;
+        pages.ask(items, assignment[0]);
         bool chosen = (u32)expert < (u32)n_experts;  // not so in rows of padding, of whose sum nobody reads anything
         expert = chosen ? expert : 0;
         const u8* rows[LANE_ROWS];
 #pragma unroll
-        for (int r = 0; r < LANE_ROWS; r++) rows[r] = expert_row(down, expert, min(block_first + local + r, n_out - 1));
+        for (int r = 0; r < LANE_ROWS; r++) rows[r] = pages.row(down, expert, min(block_first + local + r, n_out - 1));
         auto ready = [round] {
             if (round) return;
             follow_predecessor();

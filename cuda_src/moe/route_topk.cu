@@ -21,5 +21,5 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
     Routing routing = {bias, n_experts, top_k, gating, n_groups, n_groups_used, renormalise, scale};
     const float* row = logits + (i64)token * n_experts;
     choose_experts(routing, chosen[warp], ids + (i64)token * top_k, weights + (i64)token * top_k,
-                   [&](int, int e) { return row[e]; });
+                   [&](int, int e) { return row[e]; }, [] {});
 }

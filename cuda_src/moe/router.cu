@@ -14,6 +14,7 @@
 
 #include "common/act_store.cuh"
 #include "common/follow.cuh"
+#include "common/items.cuh"
 #include "matmul/rows.cuh"
 #include "moe/choose.cuh"
 #if NORM_WIDTH
@@ -52,6 +53,40 @@ __device__ __forceinline__ void await_posted(float (&logits)[PER_LANE], u32* pos
     }
 }
 
+// Where the pages of a token's experts lie, a line for each of its assignments, by a warp: half a warp a line. Asked for when
+// the experts are known, beside what is computed of their weights.
+struct ChosenLines {
+    static constexpr int EACH = 4;  // words of a lane that are on their way together: lines of 8 experts
+    u64 words[EACH];
+    const i64* addresses;  // [n_experts, n_pages]
+    int n_pages, top_k, first_assignment;
+
+    static __device__ __forceinline__ int slot(int i) { return 2 * i + (int)((threadIdx.x & 31) / ITEM_WORDS); }
+
+    __device__ __forceinline__ u64 page(const Chosen& chosen, int i) const {
+        int column = min(max((int)(threadIdx.x % ITEM_WORDS) - 1, 0), n_pages - 1);
+        return load_early(addresses + (i64)chosen.ids[min(slot(i), top_k - 1)] * n_pages + column);
+    }
+
+    __device__ __forceinline__ void ask(const Chosen& chosen) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) words[i] = page(chosen, i);
+    }
+
+    __device__ __forceinline__ void keep(const Chosen& chosen, i64* lines, int i, u64 word) const {
+        int k = slot(i), a = first_assignment + k;
+        if (k >= top_k) return;
+        bool is_item = threadIdx.x % ITEM_WORDS == 0;
+        lines[(i64)a * ITEM_WORDS + threadIdx.x % ITEM_WORDS] = is_item ? packed_item(chosen.ids[k], a, 1) : (i64)word;
+    }
+
+    __device__ __forceinline__ void write(const Chosen& chosen, i64* lines) const {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) keep(chosen, lines, i, words[i]);
+        for (int i = EACH; 2 * i < top_k; i++) keep(chosen, lines, i, page(chosen, i));
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32)
     router(const float* x,            // [T, width]
            const float* norm_weight,  // [width], or null where NORM_WIDTH is 0
@@ -67,7 +102,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32)
            int* ids,                  // [T, top_k]
            float* weights,            // [T, top_k]
            int width, int n_tokens, int n_experts, int top_k, int gating, int n_groups, int n_groups_used, int renormalise,
-           float scale) {
+           float scale,
+           const i64* addresses,      // [n_experts, n_pages], the experts' table
+           int n_pages,               // at most MAX_ITEM_PAGES
+           i64* lines) {              // [T * top_k, ITEM_WORDS], or null: an item for each assignment (common/items.cuh)
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first_token = blockIdx.y * TOKEN_TILE;
     int expert = blockIdx.x * BLOCK_WARPS + warp;
     __shared__ __align__(16) Chosen chosen[TOKEN_TILE];
@@ -104,8 +142,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32)
         Routing routing = {bias, n_experts, top_k, gating, n_groups, n_groups_used, renormalise, scale};
         float found[PER_LANE];
         await_posted(found, posted + (i64)token * n_experts, n_experts);
+        ChosenLines pages;
+        pages.addresses = addresses, pages.n_pages = n_pages, pages.top_k = top_k, pages.first_assignment = token * top_k;
+        auto known = [&] {
+            if (lines) pages.ask(chosen[warp]);
+        };
         choose_experts(routing, chosen[warp], ids + (i64)token * top_k, weights + (i64)token * top_k,
-                       [&](int i, int) { return found[i]; });
+                       [&](int i, int) { return found[i]; }, known);
+        if (lines) pages.write(chosen[warp], lines);
     }
 #if NORM_WIDTH
     leave_normed(row, normed, ACT_ARGUMENTS, first_token, TOKEN_TILE);

@@ -19,7 +19,7 @@ from rimuru.base.units import ceil_div, human_bytes
 from rimuru.config import EngineConfig, parse_share
 from rimuru.engine.branches import call_openers
 from rimuru.engine.engine import Engine
-from rimuru.engine.rehearse import rehearsal_batches
+from rimuru.engine.rehearse import rehearsal_steps
 from rimuru.engine.resize import resize_pool
 from rimuru.engine.resolve import (
     MIN_CONTEXT_TOKENS,
@@ -253,7 +253,8 @@ class _Builder:
         waits_for_ids = isinstance(self.store, TieredExpertStore)
         runner = Runner(model, ops, sampler.ids, self._is_watched, may_replay=not waits_for_ids)
         sizes = sorted({ops.padded_sequences(n) for n in range(1, resolved.max_sequences + 1)})
-        wait_for_kernels = ops.prepare(runner.all_rows, rehearsal_batches(resolved.max_step_tokens, sizes, layout))
+        steps = rehearsal_steps(resolved.max_step_tokens, sizes, layout, self.store)
+        wait_for_kernels = ops.prepare(runner.all_rows, steps)
         self._fill_store()
         wait_for_kernels(lambda done, total: self.progress("kernels", done, total))
         shared = cpu_share(self.store, self.model_config, self.config, resolved.device, resolved.threads)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from rimuru.batch import Batch
+from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.residency_jit import smallest
 from rimuru.memory.adjuster import cost_expand, offload_target, paper_decision, shrink_pays
 from rimuru.memory.specs import PoolLayout
@@ -62,6 +63,15 @@ def rehearsal_batches(max_tokens: int, decode_sizes: list[int], layout: PoolLayo
             yield batch_of([*[1] * n_answers, 2], layout)
     for n_answers in [n_seqs - 1 for n_seqs in decode_sizes if 0 < n_seqs - 1 < max_tokens - 2]:
         yield batch_of([*[1] * n_answers, max_tokens - n_answers], layout)
+
+
+def rehearsal_steps(max_tokens: int, decode_sizes: list[int], layout: PoolLayout, store: object) -> Iterator[Batch]:
+    """rehearsal_batches, and those of answers once more as they are run while every expert is resident."""
+    yield from rehearsal_batches(max_tokens, decode_sizes, layout)
+    if isinstance(store, DeviceExpertStore):
+        store.is_watching = False
+        yield from (batch_of([1] * n_seqs, layout) for n_seqs in decode_sizes)
+        store.is_watching = True
 
 
 def growing(first: int, end: int) -> Iterator[int]:

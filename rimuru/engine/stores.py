@@ -28,7 +28,7 @@ from rimuru.experts.tiered_store import TieredExpertStore
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import ExpertLayout, PoolLayout
 from rimuru.memory.views import ExpertView
-from rimuru.ops.base import Act, Array, Copier, Ops
+from rimuru.ops.base import Act, Array, Copier, ExpertTable, Ops
 from rimuru.ops.places import MAX_COMERS
 
 log = logging.getLogger(__name__)
@@ -96,6 +96,11 @@ class LateStore:
         """See forward.context.ExpertReader."""
         assert self.store is not None
         return self.store.waves(layer_slot, ids, positions)
+
+    def settled(self, layer_slot: int) -> ExpertTable | None:
+        """See forward.context.ExpertReader."""
+        assert self.store is not None
+        return self.store.settled(layer_slot)
 
     @property
     def foresees(self) -> bool:

@@ -146,6 +146,10 @@ class DeviceExpertStore(ResidentSet):
             self.ops.fetch_experts(ids, positions, places)
         yield Wave(table, None)
 
+    def settled(self, layer_slot: int) -> ExpertTable | None:
+        """See forward.context.ExpertReader: while no expert is brought in."""
+        return None if self.is_watching or self._is_foretold else self.tables[layer_slot]
+
     def _join_foretold(self) -> None:
         if self._is_foretold:
             self.ops.join_fetch()

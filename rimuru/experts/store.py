@@ -127,6 +127,10 @@ class HostExpertStore(ResidentSet):
         self._open_waves = self._waves(layer_slot, ids)
         return self._open_waves
 
+    def settled(self, layer_slot: int) -> ExpertTable | None:
+        """See forward.context.ExpertReader. Waves are known when the experts are."""
+        return None
+
     def _end_waves(self) -> None:
         """The last layer's waves are over, also where the step failed between two of them and its traceback keeps the
         generator alive: buffers and pages that were being filled are given back now."""

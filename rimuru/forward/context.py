@@ -39,6 +39,10 @@ class ExpertReader(Protocol):
         """Make the experts named in ids (int32 [T, k]) readable, in one or more turns. A turn's experts stay
         readable until the next one is asked for. Rows at position -1 (int32 [T]) are padding."""
 
+    def settled(self, layer_slot: int) -> ExpertTable | None:
+        """The table of the only turn that `waves` will give, where that is known before the layer's tokens have chosen,
+        and neither it nor ids change until then."""
+
     @property
     def foresees(self) -> bool:
         """Whether forecasts of what the next layer's tokens will choose are of use."""

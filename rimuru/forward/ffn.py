@@ -98,12 +98,14 @@ class MoeFfn:
         logits = ws.array("router", n, spec.n_experts)
         ids = ws.array("expert_ids", n, spec.top_k)
         weights = ws.array("expert_weights", n, spec.top_k)
-        ops.choose_experts(a, self.router, self.router_bias, logits, spec, self.selection_bias, ids, weights)
+        scratch = ws.moe(spec, self.expert_width)
+        table = self.experts.settled(self.layer_slot) if step.expert_ids is None else None
+        ahead = None if table is None else (table, scratch)
+        ops.choose_experts(a, self.router, self.router_bias, logits, spec, self.selection_bias, ids, weights, ahead)
         if step.expert_ids is not None:
             ops.replay_routing(step.expert_ids, self.layer_slot, ids)
         if self.tap.chosen is not None:
             self.tap.chosen(self.layer_slot, ids)
-        scratch = ws.moe(spec, self.expert_width)
         source = self._latent_input(a, n) if self.latent else a
         lent = self.experts.lend(self.layer_slot, source, ids, weights, spec)
         for wave in self.experts.waves(self.layer_slot, ids, step.positions):

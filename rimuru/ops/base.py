@@ -379,8 +379,13 @@ class Ops(Protocol):
         bias: Array | None,
         ids: Array,
         weights: Array,
+        ahead: tuple[ExpertTable, MoeScratch] | None = None,
     ) -> None:
-        """`linear` of the router, whose output is `logits`, and `route`."""
+        """`linear` of the router, whose output is `logits`, and `route`.
+
+        ahead: table and scratch of the one `moe_experts` that takes these ids, where until then nothing writes to ids
+        or table: a backend may look up at once where those experts lie.
+        """
 
     def replay_routing(self, recorded: Array, layer_slot: int, ids: Array) -> None:
         """ids[t] = recorded[t, layer_slot]: a recording's experts instead of the router's choice, whose weights stay.

@@ -136,6 +136,7 @@ class EmulatedOps:
         self.deterministic = deterministic
         self._matmul, self._moe = matmul, moe
         self.linear, self.weight = matmul.linear, matmul.weight
+        self.choose_experts = routing.Router()
         self.route, self.moe_experts, self.moe_combine = routing.route, moe.moe_experts, moe.moe_combine
         self.replay_routing, self.upload = routing.replay_routing, upload
         self.empty = aligned

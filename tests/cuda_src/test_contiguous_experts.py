@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 import emulate
 import nvrtc
+import paged_weights
 import paging
 from cases import matmul as matmul_cases
 from cases import moe as moe_cases
@@ -45,11 +46,11 @@ def on_the_host(emulator: emulate.Emulator, monkeypatch: pytest.MonkeyPatch) -> 
 
 def tensors_of(layout: Any, pool: np.ndarray, pages: np.ndarray, page_bytes: int) -> np.ndarray:
     """The experts of a pool image as tensors."""
-    starts, n_bytes = paging.first_rows(layout)
+    starts, n_bytes = paged_weights.first_rows(layout)
     tensors = emulate.aligned((n_bytes,), np.uint8)
     for p in layout.projections:
         for expert in range(layout.n_experts):
-            for page, rows in paging.page_parts(p):
+            for page, rows in paged_weights.page_parts(p):
                 at = (starts[p.name] + expert * p.n_rows + rows.start) * p.row_bytes
                 source = int(pages[expert, page]) * page_bytes
                 n = (rows.stop - rows.start) * p.row_bytes
@@ -59,16 +60,19 @@ def tensors_of(layout: Any, pool: np.ndarray, pages: np.ndarray, page_bytes: int
 
 @pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine")
 @pytest.mark.parametrize(
-    "n_tokens, down, page_kib",
+    "n_tokens, down, page_kib, routed",
     [
-        (1, "q4_k", 8), (1, "q6_k", 64), (4, "q6_k", 8), (5, "q4_k", 64), (5, "q6_k", 8), (9, "q4_k", 64),
-        (40, "q4_k", 8), (40, "q6_k", 64),
-        (140, "q4_k", 64), (520, "q6_k", 64),
+        (1, "q4_k", 8, False), (1, "q6_k", 64, True), (4, "q6_k", 8, True), (4, "q4_k", 64, True),
+        (5, "q4_k", 64, True),
+        (5, "q6_k", 8, False), (9, "q4_k", 64, False), (40, "q4_k", 8, False), (40, "q6_k", 64, False),
+        (140, "q4_k", 64, False), (520, "q6_k", 64, False),
     ],
 )  # fmt: skip
 def test_results_are_equal(
-    n_tokens: int, down: str, page_kib: int, on_the_host: emulate.Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    n_tokens: int, down: str, page_kib: int, routed: bool, on_the_host: emulate.Emulator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """routed: by a router that has looked up where experts of single assignments lie."""
     rng, page_bytes = np.random.default_rng(n_tokens), page_kib * 1024
     ops: Any = emulate.EmulatedOps()
     layout = moe_cases.expert_layout(
@@ -83,8 +87,10 @@ def test_results_are_equal(
     monkeypatch.setattr(paging, "N_IN", N_IN)
     monkeypatch.setattr(moe, "UNSORTED_TOKENS", 4)
     monkeypatch.setattr(moe, "SPARSE_UNSORTED_TOKENS", {})  # of so few experts, sorted ones soon go to tensor cores
+    router = paging.router_for(ops, n_tokens, 1) if routed else None
     with paging.recorded() as launches:
-        scratch, total = paging.run_layer(ops, x, ids, table)
+        scratch, total = paging.run_layer(ops, x, ids, table, router)
+    assert (launches[0].kernel.name == "router") == routed
     is_summed = launches[-1].kernel.name == "moe_down_sum"
     assert is_summed == (n_tokens < 5)
     outputs = [total if is_summed else scratch.out, scratch.private.hidden]
@@ -100,13 +106,14 @@ def test_results_are_equal(
     # The same tensors through a table.
     for out in outputs:
         out.fill(np.nan)
-    table.addresses[...] = tensors.ctypes.data + paging.places_in_tensors(layout)
+    table.addresses[...] = tensors.ctypes.data + paged_weights.places_in_tensors(layout)
     for launch in launches:
         launch()
     n_sorts = 0 if n_tokens < 5 else 3 if n_tokens > 512 else 1
-    assert len(launches) == n_sorts + 2
-    # Experts of a few pages have them listed with every item; of others, and of single assignments, the table is read.
-    assert all(("ITEM_PAGES" in k.kernel.defines) == (page_kib == 64 and n_sorts > 0) for k in launches[n_sorts:])
+    assert len(launches) == routed + n_sorts + 2
+    # Experts of a few pages have them listed with every item; else the table is read.
+    listed = page_kib == 64 and (n_sorts > 0 or routed)
+    assert all(("ITEM_PAGES" in k.kernel.defines) == listed for k in launches[routed + n_sorts :])
     assert all(np.array_equal(a, b) for a, b in zip(outputs, wanted, strict=True))
 
 
@@ -126,7 +133,7 @@ def test_they_compile() -> None:
 
 def test_first_rows_do_not_overlap() -> None:
     layout = moe_cases.expert_layout({"gate": "q4_k", "up": "q4_k", "down": "q6_k"}, 128, 2048, 768, 432 * 1024)
-    starts, n_bytes = paging.first_rows(layout)
+    starts, n_bytes = paged_weights.first_rows(layout)
     gate, up, down = layout.projections
     assert starts["up"] * up.row_bytes == 128 * 768 * gate.row_bytes
     assert starts["down"] * down.row_bytes >= 2 * 128 * 768 * gate.row_bytes

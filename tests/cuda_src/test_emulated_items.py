@@ -1,4 +1,4 @@
-"""The list of items that the sort leaves for the expert kernels, on the host."""
+"""The items that the sort, or the router of few tokens, leaves for the expert kernels, on the host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import emulate
+from cases.common import normal
+from cases.matmul import filled_act
 from cases.moe import expert_layout
 
-from rimuru.ops.base import ExpertTable
-from rimuru.ops.cuda import moe, sorting
+from rimuru.arch.spec import MoeSpec
+from rimuru.formats.quants import BY_NAME
+from rimuru.ops.base import ExpertTable, MoeScratch
+from rimuru.ops.cuda import moe, routing, sorting
 from rimuru.ops.cuda.launch import Kernel
 
 pytestmark = pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine")
@@ -50,7 +54,7 @@ def test_items_with_pages_and_none_behind_the_last(listed: bool) -> None:
     layout = expert_layout({"gate": "q4_k", "up": "q4_k", "down": "q6_k"}, N_EXPERTS, 512, 256, 64 * 1024)
     addresses = emulate.upload(rng.integers(1 << 40, 1 << 41, (N_EXPERTS, layout.n_pages)))
     table = ExpertTable(layout, 64 * 1024, addresses, {})
-    items = emulate.aligned((4096, sorting.ITEM_WORDS), np.int64)
+    items = emulate.aligned((4096, routing.ITEM_WORDS), np.int64)
     buffers: Any = SimpleNamespace(
         items=items, order=emulate.aligned(4096, np.int32), block_counts=emulate.aligned((4, N_EXPERTS), np.int32)
     )
@@ -75,6 +79,46 @@ def test_items_with_pages_and_none_behind_the_last(listed: bool) -> None:
         assert np.array_equal(pages, addresses[[expert for expert, _, _ in wanted]]) == listed
 
 
+def chosen_with_items(n_tokens: int, top_k: int, page_bytes: int) -> tuple[np.ndarray, np.ndarray, ExpertTable | None]:
+    """(ids, items, the table that they are of) of a router."""
+    rng, spec, width = np.random.default_rng(n_tokens), MoeSpec(N_EXPERTS, top_k, 256), 128
+    layout = expert_layout({"gate": "q4_k", "up": "q4_k", "down": "q4_k"}, N_EXPERTS, 512, 256, page_bytes)
+    addresses = emulate.upload(rng.integers(1 << 40, 1 << 41, (N_EXPERTS, layout.n_pages)))
+    table, ops = ExpertTable(layout, page_bytes, addresses, {}), emulate.EmulatedOps()
+    private = SimpleNamespace(items=emulate.aligned((n_tokens * top_k, routing.ITEM_WORDS), np.int64), lined=None)
+    ids, weights = (emulate.aligned((n_tokens, top_k), kind) for kind in (np.int32, np.float32))
+    logits = emulate.aligned((n_tokens, N_EXPERTS), np.float32)
+    router = ops.weight(normal(rng, N_EXPERTS, width).view(np.uint8), BY_NAME["f32"], width)
+    x: Any = filled_act(ops, normal(rng, n_tokens, width))  # type: ignore[arg-type]
+    ops.choose_experts(x, router, None, logits, spec, None, ids, weights, (table, MoeScratch(logits, private)))
+    return ids, private.items, private.lined
+
+
+@pytest.mark.usefixtures("_on_the_host")
+@pytest.mark.parametrize("n_tokens, top_k, page_kib", [(1, 3, 64), (3, 8, 15), (10, 11, 64)])
+def test_a_router_makes_an_item_of_each_assignment(
+    n_tokens: int, top_k: int, page_kib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An odd number of experts, 15 pages of each, more experts than are looked up at a time."""
+    monkeypatch.setitem(sys.modules, "cupy", emulate.fake_cupy())
+    ids, items, table = chosen_with_items(n_tokens, top_k, page_kib * 1024)
+    assert table is not None
+    n_pages, experts = table.layout.n_pages, ids.ravel()
+    assert (n_pages == 15) == (page_kib == 15)
+    assert np.array_equal(items[:, 0], experts | 1 << 16 | np.arange(ids.size, dtype=np.int64) << 32)
+    assert np.array_equal(items[:, 1 : 1 + n_pages], table.addresses[experts])
+
+
+@pytest.mark.usefixtures("_on_the_host")
+@pytest.mark.parametrize("n_tokens, page_kib", [(routing.MAX_LINED_TOKENS + 1, 64), (2, 8)])
+def test_no_items_of_many_tokens_nor_of_many_pages(
+    n_tokens: int, page_kib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", emulate.fake_cupy())
+    _, items, table = chosen_with_items(n_tokens, 4, page_kib * 1024)
+    assert table is None and (items == -1).all()
+
+
 def test_scratch_has_a_line_for_every_assignment(monkeypatch: pytest.MonkeyPatch) -> None:
     from cases.moe import QWEN3_30B
 
@@ -82,5 +126,5 @@ def test_scratch_has_a_line_for_every_assignment(monkeypatch: pytest.MonkeyPatch
     scratch = moe.moe_scratch(32, QWEN3_30B, 2048)
     arrays = [getattr(scratch.private, name) for name in moe.ExpertBuffers.__dataclass_fields__]
     n_bytes = sum(a.nbytes for a in [*arrays, scratch.out] if isinstance(a, np.ndarray))
-    assert scratch.private.items.shape == (256, sorting.ITEM_WORDS)
+    assert scratch.private.items.shape == (256, routing.ITEM_WORDS)
     assert n_bytes == moe.moe_scratch_bytes(32, QWEN3_30B, 2048)

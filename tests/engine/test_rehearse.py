@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from rimuru.engine.rehearse import batch_of, rehearsal_batches
+from rimuru.engine.rehearse import batch_of, rehearsal_batches, rehearsal_steps
+from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.memory.specs import PoolLayout
 from rimuru.ops.cuda.launch import Kernel, rehearsal
 
@@ -39,6 +40,17 @@ def test_answers_beside_pieces_of_prompts(max_tokens: int, sizes: list[int]) -> 
     if max_tokens == 700:
         assert {(2, 2), (3, 2), (8, 2), (12, 2), (2, 699), (12, 689)} <= found
     assert bool(found) == (max_tokens > 2 and max(sizes) > 1)
+
+
+def test_answers_are_gone_through_as_with_every_expert_resident_too() -> None:
+    layout: PoolLayout = NoPages()  # type: ignore[assignment]
+    store = object.__new__(DeviceExpertStore)
+    store.is_watching = True
+    found = [(store.is_watching, batch.n_tokens) for batch in rehearsal_steps(40, [1, 2, 12], layout, store)]
+    assert [n for watches, n in found if not watches] == [1, 2, 12] and store.is_watching
+    plain = [batch.n_tokens for batch in rehearsal_batches(40, [1, 2, 12], layout)]
+    assert [n for watches, n in found if watches] == plain
+    assert [batch.n_tokens for batch in rehearsal_steps(40, [1, 2, 12], layout, None)] == plain
 
 
 def test_batches_are_whole() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -238,6 +239,37 @@ def test_probabilities_are_those_of_a_token_after_long_prompts(model: Path, ram_
         for _ in range(3):
             llm.generate([5 + i % 90 for i in range(220)], GREEDY)
             assert store.residency.probabilities().sum(axis=1) == pytest.approx(2.0, rel=0.15)
+
+
+@pytest.mark.parametrize("share, settled", [(1.0, True), (0.5, False)])
+def test_routers_get_the_table_while_nobody_is_brought_in(
+    share: float, settled: bool, model: Path, ram_bytes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the one that the experts are then computed with; where experts may come between, routers get none."""
+    with LLM(model, device="cpu", resident_experts=share, prefix_cache=False) as llm:
+        store, ops = store_of(llm), llm.loaded.ops
+        seen: list[tuple[str, object]] = []
+        choose, compute = ops.choose_experts, ops.moe_experts
+
+        def chosen(*arguments: Any) -> None:
+            ahead = arguments[8]
+            seen.append(("router", ahead and (ahead[0], ahead[1])))
+            choose(*arguments)
+
+        def computed(x: Any, ids: Any, table: Any, active: Any, spec: Any, scratch: Any) -> None:
+            seen.append(("experts", (table, scratch)))
+            compute(x, ids, table, active, spec, scratch)
+
+        monkeypatch.setattr(ops, "choose_experts", chosen)
+        monkeypatch.setattr(ops, "moe_experts", computed)
+        llm.generate(PROMPTS[0], GREEDY)
+        assert store.is_watching != settled
+        ahead = [given for name, given in seen if name == "router"]
+        assert ahead and all((given is not None) == settled for given in ahead)
+        if settled:
+            pairs = list(zip(seen[::2], seen[1::2], strict=True))
+            assert all(a[0] == "router" and b[0] == "experts" for a, b in pairs)
+            assert all(x is y for (_, a), (_, b) in pairs for x, y in zip(a, b, strict=True))  # type: ignore[call-overload]
 
 
 def test_when_nothing_need_be_read_in_place(model: Path) -> None:

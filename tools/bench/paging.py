@@ -5,8 +5,9 @@
 A layer of Qwen3-30B-A3B (128 experts, 8 of them a token), Q4_K with down in Q4_K and in Q6_K. Both sides launch
 what the engine launches for gate/up and down, with the same grids; only where rows lie differs: in scattered pages
 of a pool and, for the rest of the experts, in loading buffers; or in tensors as a file holds them, by kernels that
-look nothing up (-DCONTIGUOUS_EXPERTS=1). The sort is measured with them, since it copies rows of the table; scaling,
-which reads neither table nor weights, is left out. The results must be equal, bit by bit. "looked up" is what looking
+look nothing up (-DCONTIGUOUS_EXPERTS=1). What copies rows of the table is measured with them: the sort, and the router
+of few tokens, whose own time is then taken off what the cost is a share of. Scaling, which reads neither table nor
+weights, is left out. The results must be equal, bit by bit. "looked up" is what looking
 up costs by itself: through a table of the same tensors, which counts in no limit.
 
 Launches go over several layers in one graph, so that weights are not found in the cache; the two graphs alternate,
@@ -32,26 +33,21 @@ from unittest.mock import patch
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools" / "bench")]
 
 from cases.common import normal  # noqa: E402
 from cases.matmul import filled_act, random_rows  # noqa: E402
 from cases.moe import QWEN3_30B, expert_layout  # noqa: E402
+from paged_weights import LOOKED_UP, PAGE_BYTES, SHARES, Weights, first_rows  # noqa: E402
 
-from rimuru.base.units import align_up  # noqa: E402
-from rimuru.memory.specs import ExpertLayerLayout, ProjectionLayout  # noqa: E402
+from rimuru.formats.quants import BY_NAME  # noqa: E402
+from rimuru.memory.specs import ExpertLayerLayout  # noqa: E402
 from rimuru.ops.base import ExpertTable  # noqa: E402
 from rimuru.ops.cuda.launch import Kernel  # noqa: E402
+from rimuru.ops.cuda.routing import MAX_LINED_TOKENS  # noqa: E402
 
 N_IN = 2048
-MEASURED = ("moe_sort", "moe_gate_up", "moe_down")
-PAGE_BYTES = 432 * 1024
-SHARES = (0.5, 0.75, 1.0)
-"""Of the experts in pool pages."""
-
-LOOKED_UP = 0.0
-"""In place of a share: all in the contiguous tensors, through a table."""
-
+MEASURED = ("router", "moe_sort", "moe_gate_up", "moe_down")
 LIMITS = {"all": 0.008, "from 1024 tokens": 0.013, "1 token": 0.03}
 """Greatest mean overhead, of single and of grouped numbers of tokens."""
 
@@ -103,17 +99,6 @@ def contiguous_kernel(kernel: Kernel) -> Kernel:
     return _contiguous[id(kernel)]
 
 
-def first_rows(layout: ExpertLayerLayout) -> tuple[dict[str, int], int]:
-    """Where the tensors gate, up, down begin in one block of memory, in rows of their own; and the block's bytes."""
-    at = 0
-    starts: dict[str, int] = {}
-    for p in layout.projections:
-        row = at // p.row_bytes if at % p.row_bytes == 0 else align_up(at, 16 * p.row_bytes) // p.row_bytes
-        starts[p.name] = row
-        at = (row + layout.n_experts * p.n_rows) * p.row_bytes
-    return starts, align_up(at, 8)
-
-
 def on_contiguous(launch: Launch, layout: ExpertLayerLayout, tensors: Any) -> Launch:
     """The launch on tensors (int64 [bytes / 8]) laid out by `first_rows`."""
     starts, _ = first_rows(layout)
@@ -121,83 +106,32 @@ def on_contiguous(launch: Launch, layout: ExpertLayerLayout, tensors: Any) -> La
     for p in layout.projections:
         prefix = "" if p.name == "down" else f"{p.name}_"
         values |= {f"{prefix}first_page": starts[p.name], f"{prefix}rows_per_page": p.n_rows}
+    if launch.kernel.name == "router":
+        return launch.with_arguments({"addresses": None, "n_pages": 0, "lines": None})
     return replace(launch.with_arguments(values), kernel=contiguous_kernel(launch.kernel))
 
 
-def places_in_tensors(layout: ExpertLayerLayout) -> np.ndarray:
-    """Where in `first_rows`'s block the parts of experts begin that are pages elsewhere: bytes, [experts, pages]."""
-    places = np.zeros((layout.n_experts, layout.n_pages), np.int64)
-    starts, _ = first_rows(layout)
-    for p in layout.projections:
-        for page, rows in page_parts(p):
-            places[:, page] = (starts[p.name] + np.arange(layout.n_experts) * p.n_rows + rows.start) * p.row_bytes
-    return places
-
-
-def page_parts(p: ProjectionLayout) -> Iterator[tuple[int, slice]]:
-    """(page of the expert, its rows) of a projection."""
-    for j in range(p.n_pages):
-        yield p.first_page + j, slice(j * p.rows_per_page, min((j + 1) * p.rows_per_page, p.n_rows))
-
-
-class Weights:
-    """One layer's experts three times: as tensors, in pool pages, and in buffers."""
-
-    def __init__(self, ops: Any, layout: ExpertLayerLayout, samples: dict[str, Any], pool: Any, pages: Any, seed: int):
-        import cupy
-
-        rng = np.random.default_rng(seed)
-        n = layout.n_experts
-        starts, n_bytes = first_rows(layout)
-        tensors = cupy.empty(n_bytes, np.uint8)
-        self.tensors = tensors.view(np.int64)
-        self.layout, ranks = layout, rng.permutation(n)
-        self._buffer = cupy.empty((n, layout.n_pages, PAGE_BYTES), np.uint8)
-        for p in layout.projections:
-            start = starts[p.name] * p.row_bytes
-            rows = tensors[start : start + n * p.n_rows * p.row_bytes].reshape(n, p.n_rows, p.row_bytes)
-            sample = samples[p.name]
-            for expert in range(n):
-                shift = int(rng.integers(p.n_rows))
-                rows[expert] = cupy.roll(sample[expert % len(sample)], shift, axis=0)
-                for j, part in page_parts(p):
-                    data = rows[expert, part].reshape(-1)
-                    pool[int(pages[expert, j]), : data.size] = data
-                    self._buffer[expert, j, : data.size] = data
-        offsets = np.arange(layout.n_pages, dtype=np.int64) * PAGE_BYTES
-        in_pool = int(pool.data.ptr) + pages.astype(np.int64) * PAGE_BYTES
-        in_buffers = int(self._buffer.data.ptr) + np.arange(n)[:, None] * layout.n_pages * PAGE_BYTES + offsets
-        self.tables = {
-            share: ops.upload(np.where((ranks < round(share * n))[:, None], in_pool, in_buffers)) for share in SHARES
-        }
-        self.tables[LOOKED_UP] = ops.upload(int(tensors.data.ptr) + places_in_tensors(layout))
-
-    def in_host_memory(self, ops: Any, copier: Any) -> Any:
-        """A table of copies in pinned memory."""
-        import cupy
-
-        host = copier.alloc_host(self._buffer.nbytes)
-        table = np.arange(self.layout.n_experts)[:, None] * self.layout.n_pages + np.arange(self.layout.n_pages)
-        for p in self.layout.projections:
-            start = first_rows(self.layout)[0][p.name] * p.row_bytes
-            n_bytes = self.layout.n_experts * p.n_rows * p.row_bytes
-            rows = cupy.asnumpy(self.tensors.view(np.uint8)[start : start + n_bytes])
-            target = host.reshape(self.layout.n_experts, self.layout.n_pages, PAGE_BYTES)
-            for j, part in page_parts(p):
-                data = rows.reshape(self.layout.n_experts, p.n_rows, -1)[:, part].reshape(self.layout.n_experts, -1)
-                target[:, j, : data.shape[1]] = data
-        return ops.upload(int(host.ctypes.data) + table.astype(np.int64) * PAGE_BYTES)
-
-
-def run_layer(ops: Any, x: Any, ids: Any, table: ExpertTable) -> tuple[Any, Any]:
-    """Experts and weighted sum of a layer, as the engine calls them; gives (scratch, the sum)."""
+def run_layer(ops: Any, x: Any, ids: Any, table: ExpertTable, router: Any = None) -> tuple[Any, Any]:
+    """Experts and weighted sum of a layer, as the engine calls them; gives (scratch, the sum). With a router (a float32
+    matrix) ids are its choice, and where their experts lie is noted with them."""
     n_tokens, top_k = ids.shape
     scratch, total = ops.moe_scratch(n_tokens, QWEN3_30B, N_IN), ops.empty((n_tokens, N_IN), np.float32)
     scratch.only_summed = True
-    ops.moe_experts(x, ids, table, None, QWEN3_30B, scratch)
     weights = ops.upload(np.full((n_tokens, top_k), 1 / top_k, np.float32))
+    if router is not None:
+        logits = ops.empty((n_tokens, QWEN3_30B.n_experts), np.float32)
+        ops.choose_experts(x, router, None, logits, QWEN3_30B, None, ids, weights, (table, scratch))
+    ops.moe_experts(x, ids, table, None, QWEN3_30B, scratch)
     ops.moe_combine(scratch, weights, total, False, 1.0)
     return scratch, total
+
+
+def router_for(ops: Any, n_tokens: int, seed: int) -> Any:
+    """A random router, where the kernels that are measured have it look experts up; else None."""
+    if n_tokens > MAX_LINED_TOKENS:
+        return None
+    rows = normal(np.random.default_rng(seed), QWEN3_30B.n_experts, N_IN, scale=N_IN**-0.5)
+    return ops.weight(rows.view(np.uint8), BY_NAME["f32"], N_IN)
 
 
 def graph_of(ops: Any, launches: Sequence[Launch], n_times: int) -> Any:
@@ -267,14 +201,16 @@ class Bench:
     def prepare(self, n_tokens: int) -> tuple[list[list[Launch]], list[Any], float]:
         """(launches of each layer, what they write, distinct experts a layer) for random ids."""
         rng = np.random.default_rng(n_tokens)
-        spec, outs, launches, distinct = QWEN3_30B, [], [], 0
+        spec, outs, distinct = QWEN3_30B, [], 0
+        launches: list[list[Launch]] = []
         x = filled_act(self.ops, normal(rng, n_tokens, N_IN))
         for layer in self.layers:
             ids = np.argpartition(rng.random((n_tokens, spec.n_experts)), spec.top_k, axis=1)[:, : spec.top_k]
-            distinct += len(np.unique(ids))
             table = ExpertTable(self.layout, PAGE_BYTES, layer.tables[1.0], {})
+            chosen = self.ops.upload(ids.astype(np.int32))
             with recorded() as found:
-                scratch, total = run_layer(self.ops, x, self.ops.upload(ids.astype(np.int32)), table)
+                scratch, total = run_layer(self.ops, x, chosen, table, router_for(self.ops, n_tokens, len(launches)))
+            distinct += len(np.unique(self.ops.download(chosen)))
             launches.append(list(found))
             is_summed = any(launch.kernel.name == "moe_down_sum" for launch in found)
             outs += [total if is_summed else scratch.out, scratch.private.hidden]
@@ -296,6 +232,8 @@ class Bench:
             launch()
         wanted = [out.copy() for out in outs]
         contiguous, again = (graph_of(self.ops, plain, n_times) for _ in range(2))
+        routers = [launch for launch in plain if launch.kernel.name == "router"]
+        beside = graph_of(self.ops, routers, n_times) if routers else None
         for share in (*SHARES, LOOKED_UP):
             paged = [
                 launch.with_arguments({"addresses": layer.tables[share]}) for layer, found in pairs for launch in found
@@ -311,10 +249,16 @@ class Bench:
                 differs += f" (contiguous, in a graph: {unsteady or 'as launched one by one'})"
             base, other, repeated = alternate(self.ops, [contiguous, graph, again], self.seconds)
             scale = 1e3 / (n_times * len(self.layers))
+            base_us = statistics.median(base) * scale
+            router_us = 0.0
+            if beside is not None:
+                router_us = statistics.median(milliseconds(self.ops, beside) for _ in range(9)) * scale
+            share_of = base_us / (base_us - router_us)
             yield {
                 "down": down, "tokens": n_tokens, "pool_share": share, "equal": differs is None, "differs": differs,
-                "contiguous_us": statistics.median(base) * scale, "paged_us": statistics.median(other) * scale,
-                "overhead": median_ratio(other, base) - 1, "noise": median_ratio(repeated, base) - 1,
+                "contiguous_us": base_us - router_us, "paged_us": statistics.median(other) * scale - router_us,
+                "router_us": router_us, "overhead": (median_ratio(other, base) - 1) * share_of,
+                "noise": (median_ratio(repeated, base) - 1) * share_of,
             }  # fmt: skip
 
     def in_place(self, n_tokens: int, tables: list[Any]) -> dict[str, Any]:
@@ -365,7 +309,7 @@ def compile_kernels(ops: Any, tokens: Sequence[int]) -> None:
             x, ids = ops.act(n, N_IN), ops.empty((n, QWEN3_30B.top_k), np.int32)
             addresses = ops.empty((QWEN3_30B.n_experts, layout.n_pages), np.int64)
             with rehearsal() as found:
-                run_layer(ops, x, ids, ExpertTable(layout, PAGE_BYTES, addresses, {}))
+                run_layer(ops, x, ids, ExpertTable(layout, PAGE_BYTES, addresses, {}), router_for(ops, n, 0))
             used |= found
     products = [k for k in used if k.name.startswith(MEASURED)]
     ops.compile([*used, *map(contiguous_kernel, products)])

@@ -48,7 +48,7 @@ from rimuru.ops.cuda.moe_kernels import (
     with_ring,
 )
 from rimuru.ops.cuda.pointwise import ACTIVATION_IDS
-from rimuru.ops.cuda.routing import route_kernel
+from rimuru.ops.cuda.routing import ITEM_WORDS, MAX_ITEM_PAGES, route_kernel
 
 UNSORTED_TOKENS = 12
 """Up to this many tokens every assignment is an item by itself: few experts are met twice, and no sort is needed."""
@@ -86,6 +86,7 @@ class ExpertBuffers:
     items: Array  # int64 [max items, 16], see cuda_src/common/items.cuh
     block_counts: Array  # int32 [ceil(A / 1024), n_experts]
     sm_shared_bytes: int  # shared memory of a multiprocessor
+    lined: ExpertTable | None = None  # from which the router has made an item of every assignment
     left: _Left | None = None  # what `moe_experts` left to `moe_combine`
 
 
@@ -111,7 +112,7 @@ def moe_scratch(
         cupy.empty((n, hidden), np.float16) if halves else None,
         cupy.empty(n, np.float32) if halves else None,
         cupy.empty(n, np.int32),
-        cupy.empty((n, sorting.ITEM_WORDS), np.int64),
+        cupy.empty((n, ITEM_WORDS), np.int64),
         cupy.empty((ceil_div(n, sorting.THREADS), spec.n_experts), np.int32),
         sm_shared_bytes,
     )
@@ -121,7 +122,7 @@ def moe_scratch(
 def moe_scratch_bytes(max_tokens: int, spec: MoeSpec, n_in: int, deterministic: bool = False) -> int:
     """Bytes that `moe_scratch` takes; for the ledger."""
     n, hidden = max_tokens * spec.top_k, spec.width
-    total = n * (4 * hidden + 4 * n_in + 4 + 8 * sorting.ITEM_WORDS)
+    total = n * (4 * hidden + 4 * n_in + 4 + 8 * ITEM_WORDS)
     total += 4 * ceil_div(n, sorting.THREADS) * spec.n_experts
     if hidden % ACT_BLOCK == 0:
         total += n * (hidden + 8 * (hidden // ACT_BLOCK))
@@ -215,12 +216,13 @@ class _Left:
         call, down, buffers = self.call, self.down, self.call.buffers
         (n_tokens, top_k), n_experts = self.ids.shape, call.table.layout.n_experts
         lanes, rows, resident = down_shape(down.format.name, down.n_in, 1, n_tokens)
-        kernel = down_sum_kernel(down.format.name, lanes, rows, resident, top_k, call.scaled)
+        kernel = down_sum_kernel(down.format.name, lanes, rows, resident, top_k, call.scaled, call.listed)
         kernel(
             (ceil_div(down.n_rows, 32 // lanes * rows), n_tokens),
             (32 * int(kernel.defines["BLOCK_WARPS"]),),
             (
-                buffers.hidden, buffers.values, buffers.scales, buffers.sums, down.n_in, self.ids, n_experts, top_k,
+                buffers.hidden, buffers.values, buffers.scales, buffers.sums, down.n_in, call.item_arguments[0],
+                self.ids, n_experts, top_k,
                 *call.down_pages(down), *call.vectors("down"), weights, out, down.n_rows, int(add), scale,
             ),
         )  # fmt: skip
@@ -240,8 +242,9 @@ def moe_experts(
     with_halves = buffers.halves is not None and x.quant is not None and x.quant.halves is not None
     on_matrices = with_halves and on_tensor_cores(n_tokens, load)
     tile = up_matrix_shape(load).tokens if on_matrices else dot_tile(n_tokens, load, down.format.name)
-    items, order, max_items = None, None, ids.size
-    listed = tile > 1 and table.layout.n_pages <= sorting.MAX_ITEM_PAGES
+    lined, buffers.lined = buffers.lined is table, None
+    items, order, max_items = buffers.items if lined else None, None, ids.size
+    listed = table.layout.n_pages <= MAX_ITEM_PAGES if tile > 1 else lined
     if tile > 1:
         max_items = sorting.sort_assignments(ids, active, table, tile, listed, buffers)
         items, order = buffers.items, buffers.order
@@ -340,28 +343,27 @@ def experts_kernels(
     assert up is not None and down is not None
     gate_name = None if gate is None else gate.format.name
     found: dict[int, Kernel] = {}
-    lists = layout.n_pages <= sorting.MAX_ITEM_PAGES
+    lists = layout.n_pages <= MAX_ITEM_PAGES
     for n_tokens in range(1, max_tokens + 1):
         load = n_tokens * spec.top_k / layout.n_experts
         if _has_halves(n_tokens, spec, up.n_in, deterministic):
             shapes = _matrix_shapes(load, gate, up, down, H200_SHARED_BYTES)
-            pair = (
+            pair: tuple[Kernel, ...] = (
                 up_matrix_kernel(gate_name, up.format.name, shapes[0], scaled, lists),
                 down_matrix_kernel(down.format.name, shapes[1], scaled, lists),
             )
         else:
             tile = dot_tile(n_tokens, load, down.format.name)
-            listed = lists and tile > 1
             down_kind = down_shape(down.format.name, down.n_in, tile, n_tokens)
             up_kind = up_shape(tile, n_tokens, (gate_name, up.format.name))
-            pair = (
-                up_kernel(gate_name, up.format.name, tile, *up_kind, scaled, listed),
-                down_kernel(down.format.name, tile, *down_kind, scaled, listed),
-            )
-        if dot_tile(n_tokens, load, down.format.name) == 1:
-            down_kind = down_shape(down.format.name, down.n_in, 1, n_tokens)
-            kernel = down_sum_kernel(down.format.name, *down_kind, spec.top_k, scaled)
-            found[id(kernel)] = kernel
+            pair = ()
+            for listed in (lists,) if tile > 1 else {False, lists}:
+                pair += (
+                    up_kernel(gate_name, up.format.name, tile, *up_kind, scaled, listed),
+                    down_kernel(down.format.name, tile, *down_kind, scaled, listed),
+                )
+                if tile == 1:
+                    pair += (down_sum_kernel(down.format.name, *down_kind, spec.top_k, scaled, listed),)
         found |= {id(kernel): kernel for kernel in pair}
     return [*COMMON_KERNELS, route_kernel(layout.n_experts), *found.values()]
 

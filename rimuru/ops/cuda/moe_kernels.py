@@ -100,19 +100,21 @@ def down_kernel(
 
 
 @cache
-def down_sum_kernel(down: str, lanes: int, rows: int, resident: int, top_k: int, scaled: bool = False) -> Kernel:
+def down_sum_kernel(
+    down: str, lanes: int, rows: int, resident: int, top_k: int, scaled: bool = False, listed: bool = False
+) -> Kernel:
     """down and the weighted sum for few tokens, each assignment by itself; as many warps as have equally many slots."""
     warps = ceil_div(top_k, ceil_div(top_k, DOWN_WARPS))
     signature = (
-        "h_f32: f32*, h_values: i8*, h_scales: f32*, h_sums: i32*, n_hidden: i32, ids: i32*, n_experts: i32,"
-        f"top_k: i32, {_PAGES}, {_DOWN_PAGES}, factors: f32*, bias: f32*,"
+        "h_f32: f32*, h_values: i8*, h_scales: f32*, h_sums: i32*, n_hidden: i32, items: i64*, ids: i32*,"
+        f"n_experts: i32, top_k: i32, {_PAGES}, {_DOWN_PAGES}, factors: f32*, bias: f32*,"
         "weights: f32*, out: f32*, n_out: i32, add: i32, scale: f32"
     )
     defines: dict[str, int | str] = {
         "FORMAT_DOWN": down, "TOKEN_TILE": 1, "ROW_LANES": lanes, "LANE_ROWS": rows, "BLOCK_WARPS": warps,
         "RESIDENT_THREADS": resident,
     }  # fmt: skip
-    defines |= _SCALED[scaled]
+    defines |= _SCALED[scaled] | _LISTED[listed]
     return Kernel("moe/moe_decode.cu", "moe_down_sum", signature, defines)
 
 

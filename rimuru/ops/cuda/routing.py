@@ -10,7 +10,7 @@ import numpy as np
 from rimuru.arch.spec import MoeSpec
 from rimuru.base.errors import RimuruError
 from rimuru.base.units import ceil_div
-from rimuru.ops.base import Act, Array, Weight
+from rimuru.ops.base import Act, Array, ExpertTable, MoeScratch, Weight
 from rimuru.ops.cuda.activations import ACT_SIGNATURE, act_arguments, pending_norm
 from rimuru.ops.cuda.launch import Kernel
 from rimuru.ops.cuda.matmul import linear
@@ -18,6 +18,15 @@ from rimuru.ops.cuda.matmul import linear
 MAX_EXPERTS = 1024
 MAX_ROUTER_TOKENS = 64
 """Up to this many tokens the blocks of a router make the choice too."""
+
+ITEM_WORDS = 16
+"""Words of 8 bytes of an item of the expert kernels (cuda_src/common/items.cuh)."""
+
+MAX_ITEM_PAGES = ITEM_WORDS - 1
+"""Most pages of an expert that are listed with every item."""
+
+MAX_LINED_TOKENS = 16
+"""Up to this many tokens a router makes items of its choices: more are sorted (ops/cuda/moe.py)."""
 
 _ROUTER_WARPS = 8
 _GATINGS = {"softmax": 0, "sigmoid": 1, "softmax_selected": 2, "sqrt_softplus": 3}
@@ -38,7 +47,8 @@ def router_kernel(n_experts: int, tile: int, norm_width: int = 0) -> Kernel:
     signature = (
         f"x: f32*, norm_weight: f32*, norm_eps: f32, normed: f32*, {ACT_SIGNATURE}, weight: *, weight_bias: f32*,"
         "weight_scale: f32, logits: f32*, posted: *, bias: f32*, ids: i32*, weights: f32*, width: i32, n_tokens: i32,"
-        "n_experts: i32, top_k: i32, gating: i32, n_groups: i32, n_groups_used: i32, renormalise: i32, scale: f32"
+        "n_experts: i32, top_k: i32, gating: i32, n_groups: i32, n_groups_used: i32, renormalise: i32, scale: f32,"
+        "addresses: i64*, n_pages: i32, lines: i64*"
     )
     defines = route_kernel(n_experts).defines | {
         "TOKEN_TILE": tile, "NORM_WIDTH": norm_width, "BLOCK_WARPS": _ROUTER_WARPS,
@@ -80,13 +90,24 @@ def route(logits: Array, spec: MoeSpec, bias: Array | None, ids: Array, weights:
 
 
 def _choice(spec: MoeSpec, n_experts: int) -> tuple[Any, ...]:
-    """The last arguments of both kernels, from the number of experts on."""
+    """Arguments of both kernels, from the number of experts on."""
     if spec.top_k > n_experts or spec.n_groups > 32:
         raise RimuruError(f"cannot choose {spec.top_k} of {n_experts} experts in {spec.n_groups} groups")
     return (
         n_experts, spec.top_k, _GATINGS[spec.gating], spec.n_groups, spec.n_groups_used, int(spec.renormalise),
         spec.weights_scale or 1.0,
     )  # fmt: skip
+
+
+def _lines(n_tokens: int, ahead: tuple[ExpertTable, MoeScratch] | None) -> tuple[Any, ...]:
+    """The last arguments of a router: the experts' table, and where the items go that moe_experts will find there."""
+    if ahead is None:
+        return None, 0, None
+    table, scratch = ahead
+    if n_tokens > MAX_LINED_TOKENS or table.layout.n_pages > MAX_ITEM_PAGES:
+        return None, 0, None
+    scratch.private.lined = table
+    return table.addresses, table.layout.n_pages, scratch.private.items
 
 
 def choose_by_two_launches(
@@ -98,6 +119,7 @@ def choose_by_two_launches(
     bias: Array | None,
     ids: Array,
     weights: Array,
+    ahead: tuple[ExpertTable, MoeScratch] | None = None,
 ) -> None:
     """The verb `choose_experts` as the matrix kernels and `route` have it: for many tokens, any router."""
     linear(x, (router,), (logits,), (router_bias,))
@@ -124,6 +146,7 @@ class Router:
         bias: Array | None,
         ids: Array,
         weights: Array,
+        ahead: tuple[ExpertTable, MoeScratch] | None = None,
     ) -> None:
         n_tokens, n_experts = logits.shape
         width = x.f32.shape[1]
@@ -144,6 +167,6 @@ class Router:
             (32 * _ROUTER_WARPS,),
             (
                 *before, router.data, router_bias, router.factor, logits, self.posted[n_experts], bias, ids, weights,
-                width, n_tokens, *_choice(spec, n_experts),
+                width, n_tokens, *_choice(spec, n_experts), *_lines(n_tokens, ahead),
             ),
         )  # fmt: skip

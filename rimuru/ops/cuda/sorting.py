@@ -16,12 +16,6 @@ if TYPE_CHECKING:
 THREADS = 1024
 """Assignments of a block."""
 
-ITEM_WORDS = 16
-"""Words of 8 bytes of an item (cuda_src/common/items.cuh)."""
-
-MAX_ITEM_PAGES = ITEM_WORDS - 1
-"""Most pages of an expert that are listed with every item."""
-
 _sort = Kernel(
     "moe/token_sort.cu",
     "moe_sort",
@@ -44,8 +38,8 @@ KERNELS = (_sort, _sort_count, _sort_scan, _sort_place)
 def sort_assignments(
     ids: Array, active: Array | None, table: ExpertTable, item_tokens: int, listed: bool, buffers: ExpertBuffers
 ) -> int:
-    """Fill order and items of `buffers`, where `listed` with the pages of each item's expert; returns the number of items
-    in the worst case."""
+    """Fill order and items of `buffers`, where `listed` with the pages of each item's expert; returns the number of
+    items in the worst case."""
     n, n_experts = ids.size, table.layout.n_experts
     pages = (table.addresses, table.layout.n_pages if listed else 0)
     if n_experts > MAX_EXPERTS:

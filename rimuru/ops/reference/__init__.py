@@ -15,7 +15,7 @@ from rimuru.arch.spec import DeltaNetSpec, MoeSpec
 from rimuru.batch import Batch
 from rimuru.formats.quants import QuantFormat
 from rimuru.memory.specs import KvGroupLayout
-from rimuru.ops.base import Act, Array, MoeScratch, Step, Weight
+from rimuru.ops.base import Act, Array, ExpertTable, MoeScratch, Step, Weight
 from rimuru.ops.host import HostCopier, HostPool
 from rimuru.ops.reference import attention, matmul, moe, pointwise, recurrent, residency, sampling
 
@@ -122,7 +122,7 @@ class ReferenceOps:
 
     def choose_experts(
         self, x: Act, router: Weight, router_bias: Array | None, logits: Array, spec: MoeSpec, bias: Array | None,
-        ids: Array, weights: Array,
+        ids: Array, weights: Array, ahead: tuple[ExpertTable, MoeScratch] | None = None,
     ) -> None:  # fmt: skip
         self.linear(x, (router,), (logits,), (router_bias,))
         self.route(logits, spec, bias, ids, weights)
