@@ -100,15 +100,6 @@ class Heard:
     """bool [R]: False where a place came or went since; its holder is of another time."""
 
 
-def name_empty(held: np.ndarray, is_empty: np.ndarray, exists: np.ndarray) -> None:
-    """Give each place of a layer that nobody holds an expert in name, in `held` itself: the one it had, unless another
-    place has it now. held int32 [n_experts], of each place; is_empty, exists bool [n_experts]."""
-    taken = set(held[exists & ~is_empty].tolist())
-    names = [expert for expert in held[is_empty].tolist() if expert not in taken]
-    names += [expert for expert in range(len(held)) if expert not in taken and expert not in names]
-    held[is_empty] = names[: int(is_empty.sum())]
-
-
 class DevicePlaces:
     """Places of all layers of one model. A place is a number below the layer's number of experts."""
 
@@ -144,8 +135,10 @@ class DevicePlaces:
         if self.n_buffers:
             ops.assign(self.arrays.buffers, pool.addresses("expert", buffers))
         self.layers = [self._layer(slot) for slot in range(n_layers)]
-        self._commands = ops.empty((MAX_COMMANDS, COMMAND_FIELDS + layout.max_pages), np.int64)
+        self._command_fields = COMMAND_FIELDS + layout.max_pages
+        self._commands = ops.empty((MAX_COMMANDS, self._command_fields), np.int64)
         self._queued: list[np.ndarray] = []
+        self._rule: tuple[bool, bool, float, bool] | None = None
         self._control = np.zeros(N_CONTROLS, np.int32)
         self._control[DECAY] = np.float32(1.0).view(np.int32)
         self._mailbox = copier.alloc_host(4 * (2 * n_experts + N_TOTALS * n_layers)).view(np.int32)
@@ -215,7 +208,8 @@ class DevicePlaces:
     def layer_pages(self, slot: int) -> np.ndarray:
         """Pool page ids int32 [n_experts, n_pages] of a layer's places, -1 = no such place: a window."""
         layer = self.layout.layers[slot]
-        return self.page_ids[self._entry_spans()[slot]].reshape(layer.n_experts, layer.n_pages)
+        first = int(self.view.entries_before[slot])
+        return self.page_ids[first : first + layer.n_experts * layer.n_pages].reshape(layer.n_experts, layer.n_pages)
 
     # ---- commands
     def add(self, slot: int, pages: np.ndarray) -> int:
@@ -246,7 +240,7 @@ class DevicePlaces:
         self.send()
 
     def _command(self, slot: int, place: int, addresses: np.ndarray) -> None:
-        row = np.zeros(COMMAND_FIELDS + self.layout.max_pages, np.int64)
+        row = np.zeros(self._command_fields, np.int64)
         n_pages = self.layout.layers[slot].n_pages
         row[:COMMAND_FIELDS] = self.view.rows_before[slot], self.view.entries_before[slot], n_pages, place
         row[COMMAND_FIELDS : COMMAND_FIELDS + n_pages] = addresses
@@ -258,7 +252,7 @@ class DevicePlaces:
         """Queue the commands behind the steps so far."""
         for start in range(0, len(self._queued), MAX_COMMANDS):
             rows = self._queued[start : start + MAX_COMMANDS]
-            block = np.zeros((MAX_COMMANDS, COMMAND_FIELDS + self.layout.max_pages), np.int64)
+            block = np.zeros((MAX_COMMANDS, self._command_fields), np.int64)
             block[: len(rows)] = rows
             self.ops.assign(self._commands, block)
             self.ops.set_places(self._commands, len(rows), self.arrays)
@@ -266,14 +260,16 @@ class DevicePlaces:
 
     def set_control(self, by_recency: bool, all_come: bool, decay_tokens: float, fills: bool) -> None:
         """See ops/places.py; and whether missed experts are brought in at all."""
+        rule = by_recency, all_come, decay_tokens, fills
+        if rule == self._rule:
+            return
         wanted = np.zeros(N_CONTROLS, np.int32)
         wanted[BY_RECENCY], wanted[ALL_COME] = by_recency, all_come
         wanted[DECAY] = np.float32(decay_tokens).view(np.int32)
         if fills:
             wanted[MOST_FILLS], wanted[MOST_BUFFERED] = MAX_COMERS, self.n_buffers
-        if (wanted != self._control).any():
-            self._control = wanted
-            self.ops.assign(self.arrays.control, wanted)
+        self.ops.assign(self.arrays.control, wanted)
+        self._control, self._rule = wanted, rule
 
     def table(self) -> np.ndarray:
         """The device's table int64 [N]; experts in loading buffers are named at home, where their next turn begins."""
@@ -327,7 +323,7 @@ class DevicePlaces:
 
     def _take(self) -> Heard:
         self._is_asked = False
-        n, now = self.layout.n_experts, self._mailbox.copy()
+        n, now = len(self._changed_at), self._mailbox.copy()
         new = (now.view(np.uint32) - self._last.view(np.uint32)).astype(np.int64)
         self._last = now
         totals = new[2 * n :].reshape(-1, N_TOTALS)

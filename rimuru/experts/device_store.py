@@ -27,8 +27,9 @@ import numpy as np
 from rimuru.base.errors import AuditError
 from rimuru.base.units import human_bytes
 from rimuru.experts.copies import Staging, copy_home, copy_in, link_rate
-from rimuru.experts.device_places import DevicePlaces, Heard, home_bytes, name_empty, rule_of
+from rimuru.experts.device_places import DevicePlaces, Heard, home_bytes, rule_of
 from rimuru.experts.host_arena import HostArena
+from rimuru.experts.places_jit import take_over
 from rimuru.experts.residency import ResidencyPolicy
 from rimuru.experts.residents import ResidentSet
 from rimuru.experts.source import ExpertSource
@@ -369,22 +370,24 @@ class DeviceExpertStore(ResidentSet):
         """Counters, warmth, and who is resident, from a report."""
         totals, counters = heard.new_totals, self.counters
         missed = totals[:, ASKED] - totals[:, HITS] + totals[:, FORETOLD]
-        counters.n_asked += int(totals[:, ASKED].sum())
-        counters.n_hits += int(totals[:, HITS].sum())
-        counters.n_read += int(missed.sum())
-        counters.n_filled += int(totals[:, FILLS].sum())
+        sums = totals.sum(axis=0).tolist()
+        counters.n_asked += sums[ASKED]
+        counters.n_hits += sums[HITS]
+        counters.n_read += sums[ASKED] - sums[HITS] + sums[FORETOLD]
+        counters.n_filled += sums[FILLS]
         counters.read_bytes += (missed_bytes := int((missed * self._useful_bytes).sum()))
-        n_steps = int(totals[:, STEPS].max())
-        self._n_noted += int(totals[:, TOKENS].max())
+        n_steps, n_tokens = totals[:, [STEPS, TOKENS]].max(axis=0).tolist()
+        self._n_noted += n_tokens
         if n_steps:
-            n_tokens = int(totals[:, TOKENS].max()) // n_steps
+            n_tokens //= n_steps
             self._step_tokens = min(max(1, n_tokens), MOST_COUNTED_TOKENS)
             self._observe(n_tokens, missed_bytes // n_steps, n_steps)
         counts = np.zeros(self.residency.scores.shape, np.int64)
         counts.reshape(-1)[self._cells] = heard.new_counts
         self.residency.note_all(counts)
         if self.by_device:
-            self._take_over(np.where(heard.is_known, heard.holders, -1))
+            rows, resident = self.view.rows_before, self.residency.resident
+            self._n_empty = take_over(self._holders, heard.holders, heard.is_known, rows, resident)
 
     def _observe(self, n_tokens: int, link_bytes: int, n_steps: int) -> None:
         """What the steps since the last report took, on average: they wait for all that comes over the link."""
@@ -393,21 +396,6 @@ class DeviceExpertStore(ResidentSet):
             self.rates.bound_rate(step_s, link_bytes)
             link_s = link_bytes / self.rates.link_bytes_per_s
             self.rates.observe(max(1, n_tokens), step_s, min(link_s, step_s), link_bytes, link_s, n_steps)
-
-    def _take_over(self, holders: np.ndarray) -> None:
-        """The device's holders are the residents; places without one keep one in name whom no other place has."""
-        exists = self._holders >= 0
-        is_empty = exists & (holders < 0)
-        self._n_empty = int(np.count_nonzero(is_empty))
-        self._holders = np.where(exists & ~is_empty, holders, self._holders)
-        for slot in np.unique(np.searchsorted(self.view.rows_before, np.flatnonzero(is_empty), side="right") - 1):
-            rows = slice(int(self.view.rows_before[slot]), int(self.view.rows_before[slot + 1]))
-            name_empty(self._holders[rows], is_empty[rows], exists[rows])
-        places = np.flatnonzero(exists)
-        first = self.view.rows_before[np.searchsorted(self.view.rows_before, places, side="right") - 1]
-        resident = np.zeros(len(self._cells), np.bool_)
-        resident[first + self._holders[places]] = True
-        self.residency.resident.reshape(-1)[self._cells] = resident
 
     def close(self) -> None:
         """Host memory goes back; nothing may read experts any more."""

@@ -16,4 +16,7 @@ def test_the_parts_add_up(policy: str) -> None:
     assert loop["calls"] == adjust["calls"] == residency["calls"] == schedule["calls"] > 20
     assert loop["mean"] == pytest.approx(adjust["mean"] + residency["mean"], abs=0.2)
     assert schedule["mean"] > adjust["mean"] > 0
+    device = row["device_us"]
+    assert device["calls"] == 87 and device["p95"] > device["p50"] > 0  # 96 steps but the first tenth
+    assert row["device_loop_us"]["mean"] == pytest.approx(adjust["mean"] + device["mean"], abs=0.2)
     assert all(0 < part["p50"] <= part["p95"] for part in parts)

@@ -4,6 +4,9 @@
 `residency` (a step's choices of 48 layers noted). `schedule` is the whole scheduler with `adjust` in it: 96 running
 sequences get their pages, some are replaced, experts shrink and come back. `layers` is what the CPU's store does
 instead of `residency`, layer by layer: noting the choices of 96 tokens, and naming their experts, which it has to read.
+`device` is what a device's store does instead of it: in an eighth of the steps it takes a report of what was chosen and
+of who is resident now, in another eighth it sends the commands for eight experts that left and eight that came (which
+`adjust` counts); `device_loop` is that and `adjust`.
 """
 
 from __future__ import annotations
@@ -15,14 +18,24 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script
 from rimuru.arch.shapes import shape_gguf
 from rimuru.engine.room import ExpertRoom
+from rimuru.experts.device_store import DeviceExpertStore
+from rimuru.experts.source import ExpertSource
+from rimuru.experts.store import spread_experts
+from rimuru.memory.page_pool import PagePool
+from rimuru.memory.views import ExpertView
+from rimuru.ops.host import bytes_at
+from rimuru.ops.places import ASKED, FILLS, HITS, N_TOTALS, STEPS, TOKENS, ExpertPlaces
+from rimuru.ops.reference import ReferenceOps
+from rimuru.ops.reference.residency import set_places
 from rimuru.simulate.cards import card_named
-from rimuru.simulate.simulator import Settings, Simulation
+from rimuru.simulate.simulator import NoCopier, NoMemory, Settings, Simulation
 from rimuru.simulate.traces import TraceRequest
 
 N_REQUESTS = 96
@@ -68,6 +81,7 @@ def measure(policy: str, n_steps: int) -> dict[str, object]:
     schedule = Stopwatch(simulation.scheduler, "schedule")
     noting = Stopwatch(simulation.store.residency, "note_all")
     result = simulation.run(trace)
+    device = by_device(simulation, rng, 4 * n_steps)
     return {
         "policy": policy,
         "experts": simulation.experts.n_experts,
@@ -78,6 +92,8 @@ def measure(policy: str, n_steps: int) -> dict[str, object]:
         "residency_us": noting.summary(),
         "schedule_us": schedule.summary(),
         "layers_us": by_layers(simulation, rng),
+        "device_us": device,
+        "device_loop_us": {"mean": round(adjust.summary()["mean"] + device["mean"], 1)},
     }
 
 
@@ -96,6 +112,70 @@ def by_layers(simulation: Simulation, rng: np.random.Generator) -> dict[str, flo
     watch = Stopwatch(step, "run")
     for _ in range(100):
         step.run()
+    return watch.summary()
+
+
+class Device(ReferenceOps):
+    """What a device's store asks for between steps; the device does it afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queued: list[tuple[np.ndarray, int, ExpertPlaces]] = []
+
+    def set_places(self, commands: np.ndarray, n_commands: int, places: ExpertPlaces) -> None:
+        """See Ops.set_places."""
+        self._queued.append((commands.copy(), n_commands, places))
+
+    def catch_up(self) -> None:
+        """Do what was queued."""
+        while self._queued:
+            set_places(*self._queued.pop(0))
+
+
+class Mail(NoCopier):
+    """Brings reports, and moves nothing else."""
+
+    def copy_out(self, target: np.ndarray, address: int) -> None:
+        np.copyto(target.view(np.uint8), bytes_at(address, target.nbytes))
+
+
+def device_store(simulation: Simulation, share: float) -> DeviceExpertStore:
+    """A device's store of the same experts, of which so many are resident; none has any bytes."""
+    layout, mail = simulation.experts, Mail()
+    n_bytes = int(1.2 * share * layout.n_pages * layout.page_bytes) // simulation.layout.huge_bytes
+    pool = PagePool(NoMemory(n_bytes * simulation.layout.huge_bytes), simulation.layout, None, mail)
+    store = DeviceExpertStore(
+        layout, pool, ExpertView(pool), cast(ExpertSource, None), Device(), mail, [{} for _ in layout.layers], None, lambda n: True,
+        1 << 50, 1,
+    )  # fmt: skip
+    for slot, expert in spread_experts(layout)[: int(share * layout.n_experts)]:
+        pages = store.begin(slot)
+        assert pages is not None
+        store.settle(slot, expert, pages)
+    store._start_places()
+    return store
+
+
+def by_device(simulation: Simulation, rng: np.random.Generator, n_steps: int) -> dict[str, float]:
+    """What a device's store does in a step of N_REQUESTS tokens, whose experts have changed places meanwhile."""
+    store, layers = device_store(simulation, 0.5), simulation.experts.layers
+    arrays, rows = store.places.arrays, store.view.rows_before
+    totals = arrays.totals.reshape(len(layers), N_TOTALS)
+
+    watch = Stopwatch(store, "begin_step")
+    for number in range(n_steps):
+        totals[:, [STEPS, TOKENS, ASKED, HITS, FILLS]] += (1, N_REQUESTS, 100, 60, 1)
+        arrays.counts += rng.integers(0, 12, arrays.counts.size, np.int32)
+        for slot, layer in enumerate(layers):  # in each layer somebody else comes into a place, or into each empty one
+            held = arrays.holders[rows[slot] : rows[slot + 1]]
+            empty = np.flatnonzero((store.places.layer_pages(slot)[:, 0] >= 0) & (held < 0))
+            into = empty if len(empty) else rng.choice(np.flatnonzero(held >= 0), 1)
+            held[into] = rng.choice(np.setdiff1d(np.arange(layer.n_experts), held), len(into), replace=False)
+        if number % 8 == 4:
+            store.shrink(8)
+            store.expand(8)
+        store.begin_step()
+        store.ops.catch_up()  # type: ignore[attr-defined]
     return watch.summary()
 
 
