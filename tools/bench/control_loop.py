@@ -145,8 +145,8 @@ def device_store(simulation: Simulation, share: float) -> DeviceExpertStore:
     n_bytes = int(1.2 * share * layout.n_pages * layout.page_bytes) // simulation.layout.huge_bytes
     pool = PagePool(NoMemory(n_bytes * simulation.layout.huge_bytes), simulation.layout, None, mail)
     store = DeviceExpertStore(
-        layout, pool, ExpertView(pool), cast(ExpertSource, None), Device(), mail, [{} for _ in layout.layers], None, lambda n: True,
-        1 << 50, 1,
+        layout, pool, ExpertView(pool), cast(ExpertSource, None), Device(), mail, [{} for _ in layout.layers], None,
+        lambda n: True, 1 << 50, 1,
     )  # fmt: skip
     for slot, expert in spread_experts(layout)[: int(share * layout.n_experts)]:
         pages = store.begin(slot)
