@@ -88,6 +88,14 @@ def test_parts_of_experts_lie_in_the_tensors_without_overlap() -> None:
     assert seen.max() == 1
 
 
+def test_pages_of_a_pool_are_those_that_its_allocator_gives() -> None:
+    """Each once, inside the pool; many experts' side by side, and some not."""
+    pages, n_pool = paged_weights.pages_after_moves(np.random.default_rng(1), 4, 32, 6)
+    assert pages.shape == (4, 32, 6) and len(np.unique(pages)) == pages.size
+    assert pages.min() >= 0 and pages.max() < n_pool
+    assert 0.2 < (np.diff(pages, axis=-1) == 1).all(axis=-1).mean() < 1
+
+
 def test_a_wrong_result_is_named() -> None:
     right = [np.ones((2, 3), np.float32), np.zeros(4, np.float32)]
     assert paging.difference([out.copy() for out in right], right) is None

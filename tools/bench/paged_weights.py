@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from rimuru.base.units import align_up
-from rimuru.memory.specs import ExpertLayerLayout, ProjectionLayout
+from rimuru.memory.allocator import PageAllocator
+from rimuru.memory.specs import ExpertLayerLayout, ExpertLayout, KvGroupLayout, KvLayout, PoolLayout, ProjectionLayout
 
 PAGE_BYTES = 432 * 1024
+N_MOVES = 3000
 SHARES = (0.5, 0.75, 1.0)
 """Of the experts in pool pages."""
 
@@ -43,6 +45,42 @@ def page_parts(p: ProjectionLayout) -> Iterator[tuple[int, slice]]:
     """(page of the expert, its rows) of a projection."""
     for j in range(p.n_pages):
         yield p.first_page + j, slice(j * p.rows_per_page, min((j + 1) * p.rows_per_page, p.n_rows))
+
+
+def pages_after_moves(rng: np.random.Generator, n_layers: int, n_experts: int, n_pages: int) -> tuple[np.ndarray, int]:
+    """(pages of each layer's experts, pages of their pool) as the engine's allocator gives them after a long run of
+    moves: requests take pages of random experts for their keys and values and leave again, and experts come back. As
+    many other layers, whose experts have a page more or less, share the pool (Q4_K_M), which has room for one expert in
+    twenty more."""
+    sizes = np.repeat([n_pages, n_pages ^ 1], n_layers * n_experts)
+    n_pool = int(sizes.sum() * 1.05)
+    experts = ExpertLayout(PAGE_BYTES, (ExpertLayerLayout(0, len(sizes), n_pages, ()),))
+    kv = KvLayout(PAGE_BYTES // 8, (KvGroupLayout((0,), 1, 8, 8, 4, None, 2),), "expert")
+    allocator = PageAllocator(PoolLayout(PAGE_BYTES, experts, kv, None, None, 0), n_pool)
+    held: dict[int, np.ndarray] = {}
+
+    def bring_in(wanted: np.ndarray) -> None:
+        for expert in wanted.tolist():
+            pages = None if expert in held else allocator.allocate_expert(int(sizes[expert]))
+            if pages is not None:
+                held[expert] = pages
+
+    bring_in(np.arange(len(sizes)))
+    requests: list[np.ndarray] = []
+    for _ in range(N_MOVES):
+        n_wanted = int(rng.integers(1, n_pool))  # eight of them are an expert page
+        while requests and sum(map(len, requests)) + n_wanted > int(rng.uniform(0.2, 0.8) * 8 * n_pool):
+            allocator.free("kv", requests.pop(int(rng.integers(len(requests)))))
+        while not allocator.can_allocate("kv", n_wanted):
+            allocator.free("expert", held.pop(list(held)[int(rng.integers(len(held)))]))
+        taken = allocator.allocate("kv", n_wanted)
+        assert taken is not None
+        requests.append(taken)
+        bring_in(rng.integers(0, len(sizes), 64))
+    for taken in requests:
+        allocator.free("kv", taken)
+    bring_in(np.arange(len(sizes)))
+    return np.stack([held[i] for i in range(n_layers * n_experts)]).reshape(n_layers, n_experts, n_pages), n_pool
 
 
 class Weights:

@@ -1,10 +1,11 @@
 """What the page table costs: the experts' products through it against the same kernels on contiguous tensors.
 
-    python tools/bench/paging.py [--tokens 1,2,4,...] [--layers 8] [--seconds 0.3] [--json FILE]
+    python tools/bench/paging.py [--tokens 1,2,4,...] [--layers 8] [--seconds 0.3] [--scattered] [--json FILE]
 
 A layer of Qwen3-30B-A3B (128 experts, 8 of them a token), Q4_K with down in Q4_K and in Q6_K. Both sides launch
-what the engine launches for gate/up and down, with the same grids; only where rows lie differs: in scattered pages
-of a pool and, for the rest of the experts, in loading buffers; or in tensors as a file holds them, by kernels that
+what the engine launches for gate/up and down, with the same grids; only where rows lie differs: in pages of a pool
+(those that the engine's allocator gives after a long run of moves, or with --scattered each page anywhere) and, for the
+rest of the experts, in loading buffers; or in tensors as a file holds them, by kernels that
 look nothing up (-DCONTIGUOUS_EXPERTS=1). What copies rows of the table is measured with them: the sort, and the router
 of few tokens, whose own time is then taken off what the cost is a share of. Scaling, which reads neither table nor
 weights, is left out. The results must be equal, bit by bit. "looked up" is what looking
@@ -38,7 +39,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools" / "bench")]
 from cases.common import normal  # noqa: E402
 from cases.matmul import filled_act, random_rows  # noqa: E402
 from cases.moe import QWEN3_30B, expert_layout  # noqa: E402
-from paged_weights import LOOKED_UP, PAGE_BYTES, SHARES, Weights, first_rows  # noqa: E402
+from paged_weights import LOOKED_UP, PAGE_BYTES, SHARES, Weights, first_rows, pages_after_moves  # noqa: E402
 
 from rimuru.formats.quants import BY_NAME  # noqa: E402
 from rimuru.memory.specs import ExpertLayerLayout  # noqa: E402
@@ -275,19 +276,29 @@ class Bench:
         return {"tokens": n_tokens, "us": seconds * 1e6, "gb_per_s": n_bytes / seconds / 1e9}
 
 
-def make_bench(ops: Any, down: str, n_layers: int, seconds: float, pool_memory: list[Any]) -> Bench:
-    """Weights of all layers; their pages lie shuffled in one pool."""
+def make_bench(
+    ops: Any, down: str, n_layers: int, seconds: float, pool_memory: list[Any], scattered: bool = False
+) -> Bench:
+    """Weights of all layers, their pages in one pool."""
     import cupy
 
     rng = np.random.default_rng(1)
     formats = {"gate": "q4_k", "up": "q4_k", "down": down}
     layout = expert_layout(formats, QWEN3_30B.n_experts, N_IN, QWEN3_30B.width, PAGE_BYTES)
-    n_pages = n_layers * layout.n_experts * layout.n_pages
+    if scattered:
+        n_pages = n_layers * layout.n_experts * layout.n_pages
+        pages = rng.permutation(n_pages).reshape(n_layers, layout.n_experts, layout.n_pages)
+    else:
+        pages, n_pages = pages_after_moves(rng, n_layers, layout.n_experts, layout.n_pages)
+    n_beside = int((np.diff(pages, axis=-1) == 1).all(axis=-1).sum())
+    print(
+        f"down {down}: {n_beside / (n_layers * layout.n_experts):.0%} of experts have all pages side by side",
+        flush=True,
+    )
     memory = ops.reserve_pool(n_pages * PAGE_BYTES, n_pages * PAGE_BYTES)
     pool_memory.append(memory)
     raw = cupy.cuda.UnownedMemory(memory.base, n_pages * PAGE_BYTES, memory, ops.info.id)
     pool = cupy.ndarray((n_pages, PAGE_BYTES), np.uint8, cupy.cuda.MemoryPointer(raw, 0))
-    pages = rng.permutation(n_pages).reshape(n_layers, layout.n_experts, layout.n_pages)
     samples = {
         p.name: ops.upload(
             np.stack([random_rows(rng, p.format, p.n_rows, p.n_in).reshape(p.n_rows, -1) for _ in range(3)])
@@ -347,6 +358,7 @@ def main() -> int:
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512,1024,2048,4096")
     parser.add_argument("--layers", type=int, default=8, help="layers of weights that launches go over")
     parser.add_argument("--seconds", type=float, default=0.3, help="time for each row")
+    parser.add_argument("--scattered", action="store_true", help="each page of an expert anywhere")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     from rimuru.ops import create
@@ -359,7 +371,7 @@ def main() -> int:
     in_place: list[dict[str, Any]] = []
     pools: list[Any] = []
     for down in ("q4_k", "q6_k"):
-        bench = make_bench(ops, down, options.layers, options.seconds, pools)
+        bench = make_bench(ops, down, options.layers, options.seconds, pools, options.scattered)
         for n in tokens:
             rows += bench.measure(n, down)
         if down == "q4_k":
