@@ -111,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32)
     __shared__ __align__(16) Chosen chosen[TOKEN_TILE];
     const u8* const rows[1] = {(const u8*)(weight + (i64)min(expert, n_experts - 1) * width)};
     float acc[1][TOKEN_TILE];
+    if (lines && blockIdx.x == gridDim.x - 1) fetch_ahead(addresses, (i64)sizeof(i64) * n_experts * n_pages);
 #if NORM_WIDTH
     __shared__ __align__(16) NormedRow row;
     float factor[NORM_EACH][4];
