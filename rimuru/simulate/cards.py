@@ -23,6 +23,8 @@ class Card:
     """Per layer: kernels that wait for each other."""
     memory_gib: float = 24.0
     """Memory of the card."""
+    miss_overhead_us: float = 0.0
+    """Per layer that reads over the link while it runs: until the first bytes come, and the last are there."""
     overlap: float = 1.0
     """How much of the shorter one of reading weights and computing with them hides behind the longer one."""
 
@@ -46,12 +48,13 @@ CARDS = {
 
 
 RATES = ("compute_tflops", "memory_gbps", "pcie_gbps", "disk_gbps")
-ENGINE_SHARES = {"compute_tflops": 0.17, "memory_gbps": 0.42}
+ENGINE_SHARES = {"compute_tflops": 0.18, "memory_gbps": 0.56}
 """Of a card's rates, what the kernels of this engine reach together."""
-ENGINE_LAYER_OVERHEAD_US = 15.0
+ENGINE_LAYER_OVERHEAD_US = 18.0
+ENGINE_MISS_OVERHEAD_US = 40.0
 ENGINE_OVERLAP = 0.0
-"""Fitted with ENGINE_SHARES to Qwen3-30B-A3B, Qwen3.5-35B-A3B and DeepSeek-V2-Lite on an H200 at commit 3cad8a1, 1 to
-96 streams and prompts of 512 and 4,096 tokens: foretold to a sixth, the hybrid's to a third (tools/LOG.md)."""
+"""Fitted with ENGINE_SHARES to 40 cells of Qwen3-30B-A3B with a trained-like router on an H200 at commit 1cc4b8a, 1 to
+96 streams in 8, 14 and 24 GB: foretold to 5% in the mean, 17% at most (tools/bench/simulate_forecast.py)."""
 
 
 def card_named(name: str, rates: Mapping[str, float | None] | None = None) -> Card:
@@ -69,4 +72,7 @@ def card_named(name: str, rates: Mapping[str, float | None] | None = None) -> Ca
 def as_used(card: Card) -> Card:
     """The card as this engine uses it: for forecasts, where a simulation compares policies on the card as it is."""
     shares = {key: share * getattr(card, key) for key, share in ENGINE_SHARES.items()}
-    return replace(card, layer_overhead_us=ENGINE_LAYER_OVERHEAD_US, overlap=ENGINE_OVERLAP, **shares)
+    return replace(
+        card, layer_overhead_us=ENGINE_LAYER_OVERHEAD_US, miss_overhead_us=ENGINE_MISS_OVERHEAD_US,
+        overlap=ENGINE_OVERLAP, **shares,
+    )  # fmt: skip

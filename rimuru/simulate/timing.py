@@ -110,7 +110,7 @@ class TimeModel:
         early, late = self._bytes(way, load)
         early_s, late_s = (early * self.seconds_per_byte).tolist(), (late * self.seconds_per_byte).tolist()
         now, link, previous = 0.0, load.queued_bytes * self.seconds_per_byte, 0.0
-        in_place = way in ("in place", "predicted")
+        in_place, waiting = way in ("in place", "predicted"), self.card.miss_overhead_us * 1e-6
         for dense_s, expert_s, local_s, copy_s, read_s in zip(
             dense.tolist(), experts.tolist(), local.tolist(), early_s, late_s, strict=True
         ):
@@ -123,7 +123,7 @@ class TimeModel:
             if not read_s:
                 now += expert_s
             elif in_place:
-                link = max(link, now) + read_s
+                link = max(link, now) + read_s + waiting
                 now = max(now + local_s, link)
             else:
                 link = max(link, now) + read_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -115,3 +117,16 @@ def test_cells_follow_each_other_on_one_engine() -> None:
         assert not simulation.scheduler.has_work and not simulation.step()
         simulation.audit()
     assert 0.5 < hits[0] < 1.0 and hits[1] == pytest.approx(hits[0], abs=0.1)
+
+
+def test_a_layer_that_reads_over_the_link_waits_for_it() -> None:
+    """A card as it is used reads no fewer bytes, but each layer with a missed expert waits a little longer."""
+    plain = card_named("rtx4090")
+    took = []
+    for card in (plain, dataclasses.replace(plain, miss_overhead_us=100.0), dataclasses.replace(plain, overlap=0.0)):
+        simulation = open_simulation(card=card, resident_experts=0)
+        simulation.start([TraceRequest(0.0, 8, 4)])
+        assert simulation.step()
+        took.append(simulation.now_s)
+    n_layers = len(simulation.experts.layers)
+    assert took[1] == pytest.approx(took[0] + n_layers * 100e-6, rel=1e-6) and took[2] > took[0]
