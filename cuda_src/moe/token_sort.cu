@@ -19,31 +19,30 @@
 #define SORT_THREADS 1024
 #define MAX_EXPERTS 1024
 
-// Sum of `value` over lower threads; `total` gets the whole sum. `partial`: 33 ints, free again after the call.
-__device__ __forceinline__ int exclusive_scan(int value, int* partial, int& total) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, sum = value;
+// Sum of `value` over lower threads; `total` gets the whole sum. `partial`: 33 words, used up by the call.
+__device__ __forceinline__ u64 exclusive_scan(u64 value, u64* partial, u64& total) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    u64 sum = value;
 #pragma unroll
     for (int offset = 1; offset < 32; offset <<= 1) {
-        int other = __shfl_up_sync(FULL_WARP, sum, offset);
+        u64 other = __shfl_up_sync(FULL_WARP, sum, offset);
         if (lane >= offset) sum += other;
     }
     if (lane == 31) partial[warp] = sum;
     __syncthreads();
     if (warp == 0) {
-        int own = partial[lane], running = own;
+        u64 own = partial[lane], running = own;
 #pragma unroll
         for (int offset = 1; offset < 32; offset <<= 1) {
-            int other = __shfl_up_sync(FULL_WARP, running, offset);
+            u64 other = __shfl_up_sync(FULL_WARP, running, offset);
             if (lane >= offset) running += other;
         }
         partial[lane] = running - own;
         if (lane == 31) partial[32] = running;
     }
     __syncthreads();
-    int before = partial[warp] + sum - value;
     total = partial[32];
-    __syncthreads();
-    return before;
+    return partial[warp] + sum - value;
 }
 
 __device__ __forceinline__ void fetch_table_ahead(const i64* addresses, int n_pages, int n_experts) {
@@ -79,12 +78,12 @@ struct PageList {
 // From the number of assignments of expert threadIdx.x: its first place; writes its items, and where those are into
 // first_tile and n_tiles.
 __device__ __forceinline__ int plan_expert(int count, const bool* active, int n_experts, int item_tokens, i64* items,
-                                           int max_items, int* partial, int* first_tile, u16* n_tiles) {
-    int expert = threadIdx.x, n_places, n_all_tiles;
-    int first = exclusive_scan(count, partial, n_places);
+                                           int max_items, u64* partial, int* first_tile, u16* n_tiles) {
+    int expert = threadIdx.x;
     bool readable = expert < n_experts && (active == nullptr || active[expert]);
     int tiles = readable ? (count + item_tokens - 1) / item_tokens : 0;
-    int at = exclusive_scan(tiles, partial, n_all_tiles);
+    u64 total, before = exclusive_scan((u64)(u32)tiles << 32 | (u32)count, partial, total);  // both sums at once
+    int first = (int)(u32)before, at = (int)(before >> 32), n_all_tiles = (int)(total >> 32);
     first_tile[expert] = at;
     n_tiles[expert] = (u16)tiles;
     for (int i = 0; i < tiles; i++)
@@ -96,8 +95,9 @@ __device__ __forceinline__ int plan_expert(int count, const bool* active, int n_
 
 // Counts of each warp's experts, and the rank of this thread's assignment among the equal ones of its warp.
 __device__ __forceinline__ int count_in_warp(u8 (*counts)[MAX_EXPERTS], int expert, int n_experts) {
-    for (int i = threadIdx.x; i < 32 * MAX_EXPERTS / 4; i += SORT_THREADS) ((int*)counts)[i] = 0;
-    __syncthreads();
+    int* own = (int*)counts[threadIdx.x >> 5];
+    for (int i = threadIdx.x & 31; 4 * i < n_experts; i += 32) own[i] = 0;
+    __syncwarp();
     u32 equal = __match_any_sync(FULL_WARP, expert);
     int rank = __popc(equal & ((1u << (threadIdx.x & 31)) - 1));
     if (rank == 0 && expert < n_experts) counts[threadIdx.x >> 5][expert] = (u8)__popc(equal);
@@ -127,12 +127,15 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     PageList pages;
     pages.ask(addresses, n_pages, n_experts);
     __shared__ __align__(16) u8 counts[32][MAX_EXPERTS];
-    __shared__ __align__(16) int partial[33], first[MAX_EXPERTS], first_tile[MAX_EXPERTS];
+    __shared__ __align__(16) u64 partial[33];
+    __shared__ __align__(16) int first[MAX_EXPERTS], first_tile[MAX_EXPERTS];
     __shared__ __align__(16) u16 n_tiles[MAX_EXPERTS];
     int expert = read_expert(ids, threadIdx.x, n, n_experts);
     int rank = count_in_warp(counts, expert, n_experts);
     int count = 0;
-    for (int warp = 0; warp < (n + 31) / 32; warp++) count += counts[warp][threadIdx.x];
+    if ((int)threadIdx.x < n_experts) {
+        for (int warp = 0; warp < (n + 31) / 32; warp++) count += counts[warp][threadIdx.x];
+    }
     first[threadIdx.x] = plan_expert(count, active, n_experts, item_tokens, items, max_items, partial, first_tile, n_tiles);
     __syncthreads();
     if (expert < n_experts) order[first[expert] + rank_in_block(counts, expert, rank)] = threadIdx.x;
@@ -163,7 +166,8 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     follow_predecessor();
     PageList pages;
     pages.ask(addresses, n_pages, n_experts);
-    __shared__ __align__(16) int partial[33], first_tile[MAX_EXPERTS];
+    __shared__ __align__(16) u64 partial[33];
+    __shared__ __align__(16) int first_tile[MAX_EXPERTS];
     __shared__ __align__(16) u16 n_tiles[MAX_EXPERTS];
     int expert = threadIdx.x, count = 0;
     if (expert < n_experts) {
