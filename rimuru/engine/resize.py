@@ -53,8 +53,10 @@ def resize_pool(
             )
         plan = plan_shrink(pool.allocator, n_huge)
     assert pool.copier is not None
+    moved = plan.n_moved()
     execute(plan, pool, pool.copier, room.flips())
     pool.finish_shrink(plan, n_huge * layout.huge_bytes)
+    room.note_moves(moved, f"the pool shrinks to {human_bytes(pool_bytes)}")
 
 
 def _give_up_something(pool: PagePool, room: CompactingRoom, scheduler: Scheduler, n_huge: int) -> bool:

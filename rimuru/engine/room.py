@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from rimuru.base.units import ceil_div, counted
-from rimuru.experts.residency import Residency
+from rimuru.engine.elastic_store import ElasticStore
 from rimuru.memory.adjuster import (
     DecisionLog,
     Record,
-    StepRates,
     cost_expand,
     offload_target,
     paper_decision,
@@ -24,7 +23,6 @@ from rimuru.memory.compaction import make_room
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import PageKind, PoolLayout
 from rimuru.memory.state_cache import allocate_all, free_all
-from rimuru.memory.views import ExpertView
 
 log = logging.getLogger(__name__)
 
@@ -48,29 +46,13 @@ SURPRISES = (0.2, 8.0)
 """Bounds of what one measurement of `_surprise` counts as."""
 
 
-class ElasticStore(Protocol):
-    """What a room asks of a store of experts (experts/residents.py)."""
-
-    @property
-    def view(self) -> ExpertView: ...
-    @property
-    def residency(self) -> Residency: ...
-    @property
-    def rates(self) -> StepRates: ...
-    def shrink(self, n_experts: int) -> list[tuple[int, int]]: ...
-    def expand(self, n_experts: int) -> list[tuple[int, int]]: ...
-    @property
-    def expands_freely(self) -> bool: ...
-    def finish_reads(self) -> None: ...
-    def flip(self, sources: np.ndarray, targets: np.ndarray) -> None: ...
-
-
 class CompactingRoom:
     """Makes room by moving pages only: for pools whose experts are fixed in number, or that hold none."""
 
     def __init__(self, cache: SequenceCache, pool: PagePool, layout: PoolLayout) -> None:
         self.cache, self.pool, self.layout = cache, pool, layout
         self.store: ElasticStore | None = None
+        self.decisions = DecisionLog()
         cache.make_pages = self.make_pages
 
     def make(self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False) -> bool:
@@ -106,7 +88,16 @@ class CompactingRoom:
         for wanted in (self._parents_wanted(needs), needs):  # together first: a page is good for one thing only
             for kind, n_pages in wanted.items():
                 if n_pages:
-                    make_room(self.pool, kind, n_pages, self.flips())
+                    reason = f"{counted(n_pages, 'page')} of kind {kind} must be free"
+                    moved = make_room(self.pool, kind, n_pages, self.flips())[1]
+                    self.note_moves(moved, reason)
+
+    def note_moves(self, moved: dict[PageKind, int], reason: str) -> None:
+        """So many pages of each kind were moved within the pool."""
+        step = 0 if self.store is None else self.store.residency.step
+        for kind, n_pages in moved.items():
+            n_bytes = n_pages * self.pool.layout.page_bytes(kind)
+            self.decisions.add(Record(step, "move", reason, -1, -1, n_pages, n_bytes))
 
     def make_pages(self, needs: dict[PageKind, int], is_worth_experts: bool) -> bool:
         """For the cache: free so many ids of each kind, by moving pages and, where that is worth it, from experts."""
@@ -162,7 +153,6 @@ class ExpertRoom(CompactingRoom):
         self.n_experts = layout.expert.n_experts
         self.pages_per_expert = layout.expert.n_pages / self.n_experts
         self.expert_bytes = self.pages_per_expert * layout.expert.page_bytes
-        self.decisions = DecisionLog()
         self._is_short = False
         """In this step a request wanted more pages than were free (R_b > 0)."""
         self._last_short = -QUIET_STEPS

@@ -312,7 +312,8 @@ class Record:
 
     step: int
     action: str
-    """"shrink", "expand", or "refuse": a request was not worth the experts it would have cost."""
+    """"shrink", "expand"; "refuse": a request was not worth the experts it would have cost; "move": pages went to
+    other places in the pool, so that larger ones became free."""
     reason: str
     layer: int
     expert: int
@@ -325,7 +326,7 @@ class DecisionLog:
 
     def __init__(self, n_records: int = _RECORDS) -> None:
         self._records: deque[Record] = deque(maxlen=n_records)
-        self.counts: dict[str, int] = {"shrink": 0, "expand": 0, "refuse": 0}
+        self.counts: dict[str, int] = {"shrink": 0, "expand": 0, "refuse": 0, "move": 0}
 
     def add(self, record: Record) -> None:
         self._records.append(record)

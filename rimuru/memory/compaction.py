@@ -58,6 +58,13 @@ class MovePlan:
         """Bytes to copy."""
         return sum(len(m.sources) * self.allocator.unit_bytes(m.kind) for m in self.moves)
 
+    def n_moved(self) -> dict[PageKind, int]:
+        """Pages to move, by kind."""
+        moved: dict[PageKind, int] = {}
+        for kind, sources, _ in self.moves:
+            moved[kind] = moved.get(kind, 0) + len(sources)
+        return {kind: n for kind, n in moved.items() if n}
+
     def commit(self, move: Move) -> None:
         """The bytes are copied and the tables flipped: give the sources back."""
         self.allocator.commit_move(move.kind, move.sources)
@@ -236,18 +243,20 @@ def make_room(
     n_wanted: int,
     flip: Mapping[str, Callable[[np.ndarray, np.ndarray], None]],
     cost: np.ndarray | None = None,
-) -> bool:
-    """Plan and carry out: True where n_wanted pages of a kind can be allocated now. Call between two steps."""
+) -> tuple[bool, dict[PageKind, int]]:
+    """Plan and carry out: whether n_wanted pages of a kind can be allocated now, and how many pages of each kind were
+    moved for it. Call between two steps."""
     if pool.allocator.can_allocate(kind, n_wanted):
-        return True
+        return True, {}
     plan = plan_compaction(pool.allocator, kind, n_wanted, cost) if pool.copier is not None else None
     if plan is None or pool.copier is None:
-        return False
+        return False, {}
+    moved = plan.n_moved()
     try:
         execute(plan, pool, pool.copier, flip)
     except AuditError:
         raise
     except Exception as error:  # everything is where it was
         log.warning("%d pages of kind %s were not made: %s", n_wanted, kind, error)
-        return False
-    return True
+        return False, {}
+    return True, moved

@@ -111,6 +111,7 @@ class _Run:
     n_times: int
     last_step: int
     n_experts: int
+    """Pages, where pages moved."""
     n_bytes: int
     layers: tuple[int, int]
     """The first and the last."""
@@ -120,7 +121,8 @@ class _Run:
         """Records of decisions that were taken together."""
         layers = [record.layer for record in records]
         n_bytes = sum(record.bytes for record in records)
-        return cls(action, reason, 1, records[-1].step, len(records), n_bytes, (min(layers), max(layers)))
+        n = sum(record.pages for record in records) if action == "move" else len(records)
+        return cls(action, reason, 1, records[-1].step, n, n_bytes, (min(layers), max(layers)))
 
     def goes_on_with(self, later: _Run) -> bool:
         is_alike = self.action == later.action and _shape(self.reason) == _shape(later.reason)
@@ -137,6 +139,9 @@ class _Run:
         is_one = self.n_times == 1
         if self.action == "refuse":
             return f"kept the experts{'' if is_one else f' {self.n_times} times, last'}: {self.reason}"
+        if self.action == "move":
+            what = f"moved {counted(self.n_experts, 'page')} within the pool ({human_bytes(self.n_bytes)})"
+            return f"{what}{'' if is_one else f' in {self.n_times} goes, last'}: {self.reason}"
         of = f"layer {first}" if first == last else f"layers {first} to {last}"
         done = "gave up" if self.action == "shrink" else "brought in"
         what = f"{done} {counted(self.n_experts, 'expert')} of {of} ({human_bytes(self.n_bytes)})"

@@ -89,7 +89,9 @@ def _memory_metrics(report: dict[str, Any]) -> Iterator[Metric]:
     yield CounterMetricFamily("rimuru_swap_moved_bytes", "Bytes moved out and back", swap["moved_bytes"])
     if "decisions" in report:
         decisions = CounterMetricFamily(
-            "rimuru_adjuster_decisions", "Experts given up, brought in, or kept from a request", labels=["action"]
+            "rimuru_adjuster_decisions",
+            "Experts given up, brought in, or kept from a request; moves of pages",
+            labels=["action"],
         )
         for action, n in report["decisions"]["counts"].items():
             decisions.add_metric([action], n)

@@ -193,7 +193,7 @@ def test_decisions_are_kept_in_a_ring_and_counted() -> None:
     for step in range(10):
         log.add(Record(step, "shrink" if step % 2 else "expand", "because", 1, step, 3, 300))
     assert len(log) == 4 and [record.step for record in log.records(2)] == [8, 9]
-    assert log.counts == {"shrink": 5, "expand": 5, "refuse": 0}
+    assert log.counts == {"shrink": 5, "expand": 5, "refuse": 0, "move": 0}
     snapshot = log.snapshot(1)
     assert snapshot["last"] == [
         {"step": 9, "action": "shrink", "reason": "because", "layer": 1, "expert": 9, "pages": 3, "bytes": 300}

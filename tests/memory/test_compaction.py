@@ -53,7 +53,8 @@ def test_a_request_costs_no_more_evictions_than_its_pages_need() -> None:
         n_evicted += 1
     assert freed - 3 < 8 <= freed and n_evicted == 3
     assert pool.allocate("ssm", 2) is None, "free pages are scattered"
-    assert make_room(pool, "ssm", 2, {"expert": view.flip})
+    is_made, moved = make_room(pool, "ssm", 2, {"expert": view.flip})
+    assert is_made and moved.keys() <= {"expert"} and all(n > 0 for n in moved.values())
     assert pool.allocate("ssm", 2) is not None
     check_content(pool, view)
     pool.audit()
@@ -91,7 +92,7 @@ def test_buffers_never_move() -> None:
     before = pool.stats()
     assert plan_compaction(pool.allocator, "ssm", 9) is None and plan_shrink(pool.allocator, 0) is None
     assert pool.stats() == before
-    assert make_room(pool, "ssm", 6, {"expert": lambda sources, targets: None})
+    assert make_room(pool, "ssm", 6, {"expert": lambda sources, targets: None})[0]
     assert (pool.allocator.owners("expert", buffer) == -2).all()
     pool.audit()
 
@@ -109,10 +110,10 @@ def test_sparse_kv_parents_give_expert_pages_back() -> None:
         for source, target in zip(sources, targets, strict=True):
             table[table == source] = target
 
-    assert make_room(pool, "expert", 3, {"kv": flip})
+    assert make_room(pool, "expert", 3, {"kv": flip})[0]
     assert len(set((table // 6).tolist())) == 1
     assert pool.allocate("expert", 3) is not None
-    assert not make_room(pool, "expert", 1, {"kv": flip})
+    assert make_room(pool, "expert", 1, {"kv": flip}) == (False, {})
     pool.audit()
 
 

@@ -67,12 +67,15 @@ def test_decisions_are_the_adjusters_own(script: Running, monkeypatch: pytest.Mo
         decisions.add(Record(7, "shrink", "request 4 needs 9 pages", layer, expert, 3, 1 << 20))
     decisions.add(Record(8, "expand", "30 pages are free", 1, 2, 3, 1 << 20))
     decisions.add(Record(9, "refuse", "request 5 would need 90 pages, worth giving: 12", -1, -1, 0, 0))
+    for n_pages in (3, 2):
+        decisions.add(Record(9, "move", "2 pages of kind ssm must be free", -1, -1, n_pages, n_pages << 20))
     for n in (1, 2):
         changes.observe()
         monkeypatch.setattr(loaded.engine.scheduler, "n_preemptions", loaded.engine.scheduler.n_preemptions + n)
     changes.observe()
     assert [entry["text"] for entry in changes.entries] == [
         "3 answers gave way to others",
+        "moved 5 pages within the pool (5.0 MiB): 2 pages of kind ssm must be free",
         "kept the experts: request 5 would need 90 pages, worth giving: 12",
         "brought in 1 expert of layer 1 (1.0 MiB): 30 pages are free",
         "gave up 3 experts of layers 0 to 1 (3.0 MiB): request 4 needs 9 pages",
@@ -137,10 +140,10 @@ def test_reasons_say_one_page_and_two_pages(script: Running, monkeypatch: pytest
 
 def test_metrics_count_decisions_and_swapping(script: Running) -> None:
     text = script.http.get("/metrics").text
-    for action in ("shrink", "expand", "refuse"):
+    for action in ("shrink", "expand", "refuse", "move"):
         assert f'rimuru_adjuster_decisions_total{{action="{action}"}}' in text
     assert script.metric("rimuru_swap_bytes") == script.metric("rimuru_swapped_requests") == 0
-    assert script.http.get("/v1/memory").json()["decisions"]["counts"].keys() == {"shrink", "expand", "refuse"}
+    assert script.http.get("/v1/memory").json()["decisions"]["counts"].keys() == {"shrink", "expand", "refuse", "move"}
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 from rimuru.arch.shapes import shape_gguf
 from rimuru.base.errors import BadInputError, NotEnoughMemoryError
 from rimuru.cli import main
+from rimuru.memory.adjuster import DecisionLog
 from rimuru.simulate.cards import Card, as_used, card_named
 from rimuru.simulate.model_cost import model_cost
 from rimuru.simulate.simulator import Settings, Simulation
@@ -83,6 +84,18 @@ def test_hybrid_models_lend_whole_huge_pages_to_states() -> None:
     values = simulation.run(burst(3, 100, 6)).values
     assert values["requests"] == 3 and values["preemptions"] == 0
     assert n_before > 0 and values["decisions"]["shrink"] > 0
+
+
+def test_pages_that_move_within_the_pool_are_recorded() -> None:
+    """States need whole huge pages, which are gathered: every byte that is copied for it has its record and reason."""
+    gguf = shape_gguf("qwen3.5-35b-a3b", "q4_k_m")[0]
+    simulation = Simulation(gguf, settings(memory_bytes=12 * 10**9, policy="paper"))
+    log = simulation.room.decisions = DecisionLog(10**6)
+    simulation.run(burst(24))
+    moves = [record for record in log.records() if record.action == "move"]
+    assert moves and log.counts["move"] == len(moves)
+    assert sum(record.bytes for record in moves) == simulation.copier.n_bytes > 0
+    assert all(record.pages > 0 and "must be free" in record.reason for record in moves)
 
 
 def test_a_request_of_a_hybrid_gives_up_no_more_experts_than_its_pages() -> None:
