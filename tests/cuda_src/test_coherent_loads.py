@@ -87,6 +87,9 @@ def before(kernel: Kernel, mark: str) -> str:
 
 
 LISTED = [
+    moe_kernels.up_kernel("q4_k", "q4_k", 1, *moe.up_shape(1, 1), listed=True),
+    moe_kernels.down_kernel("q4_k", 1, *moe.down_shape("q4_k", 768, 1, 4), listed=True),
+    moe_kernels.down_sum_kernel("q4_k", *moe.down_shape("q4_k", 768, 1, 1), 8, listed=True),
     moe_kernels.up_kernel("q4_k", "q4_k", 2, *moe.up_shape(2, 16), listed=True),
     moe_kernels.down_kernel("q6_k", 2, *moe.down_shape("q6_k", 768, 2, 16), listed=True),
     moe_kernels.up_matrix_kernel("q4_k", "q4_k", moe_kernels.up_matrix_shape(4), listed=True),
@@ -99,6 +102,7 @@ LISTED = [
 def test_an_item_and_its_pages_are_asked_for_together(kernel: Kernel) -> None:
     """Left to itself, the compiler asks for the pages behind the branch that has waited for the item."""
     text = nvrtc.compile_source(kernel.path, kernel.defines, 90, kind="PTX").decode(errors="replace")
+    text = text[text.index(f".entry {kernel.name}(") :].split(".entry ", 2)[1]
     asks = "ld.relaxed.gpu.global.u64"
     assert text.count(asks) == 2
     until_pages = text[text.index(asks) : text.rindex(asks)]
