@@ -63,7 +63,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         ram_bytes=None if args.ram is None else parse_bytes(args.ram),
         kv_element_bytes=ELEMENT_BYTES["f16" if args.kv_type == "auto" else args.kv_type],
         fill_on_read=args.fill_on_read,
-        ways=Ways(args.in_place, args.prefetch, args.prediction is not False),
+        ways=Ways(args.in_place, args.prefetch, bool(args.prediction)),
         router=args.router,
         n_topics=args.topics,
         seed=args.seed or 0,

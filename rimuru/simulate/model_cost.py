@@ -24,6 +24,8 @@ class ModelCost:
     """Layer slot of the experts of each layer, -1 = none."""
     expert_bytes: np.ndarray
     """Useful bytes of one expert."""
+    all_expert_bytes: np.ndarray
+    """Of all of a layer."""
     expert_operations: np.ndarray
     """Of all experts of a token."""
     context_bytes: np.ndarray
@@ -54,17 +56,17 @@ def model_cost(config: ModelConfig, tensors: Mapping[str, TensorInfo], layout: P
     expert_layers = () if layout.expert is None else layout.expert.layers
     slots = {part.layer: slot for slot, part in enumerate(expert_layers)}
     slot_of_layer = tuple(slots.get(layer.index, -1) for layer in config.layers)
-    expert_bytes, expert_operations = np.zeros(n_layers), np.zeros(n_layers)
+    expert_bytes, all_bytes, expert_operations = np.zeros(n_layers), np.zeros(n_layers), np.zeros(n_layers)
     top_k = 0
     for index, (spec, slot) in enumerate(zip(config.layers, slot_of_layer, strict=True)):
         if slot >= 0 and isinstance(spec.ffn, MoeSpec):
             part = expert_layers[slot]
             top_k = max(top_k, spec.ffn.top_k)
-            expert_bytes[index] = part.useful_bytes
+            expert_bytes[index], all_bytes[index] = part.useful_bytes, part.n_experts * part.useful_bytes
             n_elements = sum(p.n_rows * p.n_in for p in part.projections)
             expert_operations[index] = 2.0 * n_elements * spec.ffn.top_k
     return ModelCost(
-        dense, operations, slot_of_layer, expert_bytes, expert_operations,
+        dense, operations, slot_of_layer, expert_bytes, all_bytes, expert_operations,
         _context_bytes(layout, n_layers), _state_bytes(layout, n_layers), head_bytes, head_operations, top_k,
     )  # fmt: skip
 

@@ -4,7 +4,8 @@ Ways to bring absent experts, as in the engine; the fastest by forecast is taken
 
     in place    the expert kernel reads what is used and absent over the link while it reads the rest from memory
     prefetch    all absent experts of a layer are copied while the layer before computes
-    predicted   those that the layer before predicts are copied early, what it missed is read in place
+    predicted   those that the layer before predicts are copied early, wrong ones too; what it missed is read in place
+                (as in the engine only where it is asked for: on an H200 it cost more than it brought, tools/LOG.md)
     blocking    (where all of these are turned off) copied when the router has chosen, then computed
 
 Copies of the adjuster's expansions are in the link's queue ahead of all others.
@@ -29,7 +30,7 @@ class Ways:
 
     in_place: bool = True
     prefetch: bool = True
-    prediction: bool = True
+    prediction: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +133,12 @@ class TimeModel:
         link_bytes = float(early.sum() + late.sum())
         return StepTime(step_s, compute_s, link_bytes, link_bytes * self.seconds_per_byte, way)
 
-    @staticmethod
-    def _bytes(way: str, load: StepLoad) -> tuple[np.ndarray, np.ndarray]:
+    def _bytes(self, way: str, load: StepLoad) -> tuple[np.ndarray, np.ndarray]:
         """Bytes per layer that are copied ahead of the layer, and that are read when it runs."""
         if way == "prefetch":
             return np.where(load.missed_bytes > 0, load.absent_bytes, 0.0), np.zeros_like(load.missed_bytes)
-        if way == "predicted":  # as many as will be missed are named; the wrong ones are copied in vain
-            return load.missed_bytes, (1.0 - PREDICTED_SHARE) * load.missed_bytes
+        if way == "predicted":  # as many are named as are used; of the wrong ones those that are absent come in vain
+            absent = load.absent_bytes / np.maximum(self.cost.all_expert_bytes, 1.0)
+            in_vain = (1.0 - PREDICTED_SHARE) * load.used_bytes * absent
+            return PREDICTED_SHARE * load.missed_bytes + in_vain, (1.0 - PREDICTED_SHARE) * load.missed_bytes
         return np.zeros_like(load.missed_bytes), load.missed_bytes

@@ -16,7 +16,7 @@ from rimuru.memory.adjuster import DecisionLog
 from rimuru.simulate.cards import Card, as_used, card_named
 from rimuru.simulate.model_cost import model_cost
 from rimuru.simulate.simulator import Settings, Simulation
-from rimuru.simulate.timing import StepLoad, TimeModel, Ways
+from rimuru.simulate.timing import PREDICTED_SHARE, StepLoad, TimeModel, Ways
 from rimuru.simulate.traces import TraceRequest, read_trace
 
 CASE_BYTES = int(28.8 * 2**30)
@@ -140,6 +140,11 @@ def test_ways_hide_what_they_can(qwen) -> None:  # type: ignore[no-untyped-def]
     }
     assert times["all"].step_s == min(time.step_s for time in times.values())
     assert resident.step_s < times["all"].step_s < times["blocking"].step_s
+    few = {"missed_bytes": missed, "absent_bytes": 0.5 * cost.all_expert_bytes}
+    named = TimeModel(cost, FAST, Ways(True, True, True))._walk  # by forecast it is taken where it pays only
+    arguments = [np.zeros(len(missed)) for _ in range(3)]
+    predicted = named("predicted", *arguments, load(cost, **few), 0.0, 0.0)
+    assert predicted.link_bytes == pytest.approx((missed + (1 - PREDICTED_SHARE) * 0.5 * 8 * cost.expert_bytes).sum())
     assert times["blocking"].step_s == pytest.approx(resident.step_s + missed.sum() / 25e9)
     assert times["prefetch"].step_s >= absent.sum() / 25e9 > times["in place"].link_s
     queued = TimeModel(cost, FAST, Ways()).step(load(cost, queued_bytes=25e9))

@@ -140,14 +140,14 @@ def later(trace: list[TraceRequest], first: int) -> list[TraceRequest]:
 
 
 def ablation(traces: Path) -> dict[str, Result | None]:
-    """One switch at a time off, on the conversation trace."""
+    """One switch changed at a time, on the conversation trace; as on a card, the device says who is resident."""
     trace = read_trace(traces / "azure_conv.csv", 40, 4.0)
     switches: dict[str, dict[str, Any]] = {
         "all on": {},
         "not elastic": {"policy": "fixed", "resident_experts": 0.5},
         "residency hotset": {"residency": "hotset"},
         "residency recency": {"residency": "recency"},
-        "no prediction": {"ways": Ways(prediction=False)},
+        "prediction on": {"ways": Ways(prediction=True)},
         "no prefetch": {"ways": Ways(prefetch=False)},
         "no in place": {"ways": Ways(in_place=False)},
         "no fill on read": {"fill_on_read": False},
@@ -155,7 +155,8 @@ def ablation(traces: Path) -> dict[str, Result | None]:
     }
     found: dict[str, Result | None] = {}
     for name, more in switches.items():
-        settings = Settings(**{"memory_bytes": int(14e9), "card": card_named("rtx5090")} | more)
+        plain: dict[str, Any] = {"memory_bytes": int(14e9), "card": card_named("rtx5090"), "by_device": True}
+        settings = Settings(**plain | more)
         found[name] = run("qwen3-30b-a3b", "q4_k_m", trace, settings)
     return found
 
