@@ -27,6 +27,11 @@
 #ifndef ITEM_PAGES
 #define ITEM_PAGES 0
 #endif
+#if defined(TOKEN_TILE) && TOKEN_TILE == 1
+#define SINGLE_ASSIGNMENTS true
+#else
+#define SINGLE_ASSIGNMENTS false
+#endif
 
 struct Projection {
     const i64* addresses;  // [n_experts, n_pages]
@@ -75,6 +80,14 @@ struct ItemPages {
 #endif
     }
 
+    // Whether there is that item; asks every lane, since compilers move a load behind a branch that does not need it.
+    __device__ __forceinline__ bool exist(int count) const {
+#if ITEM_PAGES && !CONTIGUOUS_EXPERTS
+        if (!SINGLE_ASSIGNMENTS) return __ballot_sync(FULL_WARP, word != 0) & 1;
+#endif
+        return count > 0;
+    }
+
     __device__ __forceinline__ const u8* row(const Projection& p, int expert, int n) const {
 #if ITEM_PAGES && !CONTIGUOUS_EXPERTS
         u32 j = __umulhi(4u * (u32)n, (u32)p.page_factor);
@@ -113,15 +126,9 @@ struct Item {
 };
 
 // Where items come from: token_sort.cu's list, or, with -DTOKEN_TILE=1, every assignment is one by itself, whose expert stands
-// in ids, or with ITEM_PAGES in items too. The down kernels
-// read all that, and the tables of pages, before follow_predecessor(): no kernel that comes right before them writes any
-// of it (that is gate_up, or the scaling of its results).
-#if defined(TOKEN_TILE) && TOKEN_TILE == 1
-#define SINGLE_ASSIGNMENTS true
-#else
-#define SINGLE_ASSIGNMENTS false
-#endif
-
+// in ids, or with ITEM_PAGES in items too. The down kernels read all that, and the tables of pages, before
+// follow_predecessor(): no kernel that comes right before them writes any of it (that is gate_up, or the scaling of its
+// results).
 #define ITEM_PARAMETERS                                          \
     const i64 *items,           /* [max items, ITEM_WORDS] */    \
         const int *order,       /* [T * top_k], assignments */   \
@@ -130,8 +137,8 @@ struct Item {
         int n_experts, int top_k
 
 // Whether there is that item and its expert can be read now.
-#define CAN_READ(item) \
-    ((item).count > 0 && (u32)(item).expert < (u32)n_experts && (active == nullptr || load_early(active + (item).expert)))
+#define CAN_READ(item, pages) \
+    ((pages).exist((item).count) && (u32)(item).expert < (u32)n_experts && (active == nullptr || load_early(active + (item).expert)))
 
 #define ASK_ITEM(g) ask_item(items, ids, g)
 
@@ -150,6 +157,14 @@ __device__ __forceinline__ int early_assignment(const int* order, const Item& it
     return SINGLE_ASSIGNMENTS ? item.first + i : load_early(order + item.first + i);
 }
 
+// a / d by one multiplication, for a < 2^30 / d: a division takes some 25 instructions, each waiting for the last.
+struct Divider {
+    u32 factor;  // ceil(2^30 / d)
+
+    __device__ __forceinline__ explicit Divider(int d) : factor(((1u << 30) + (u32)d - 1) / (u32)d) {}
+    __device__ __forceinline__ int operator()(int a) const { return (int)__umulhi(4u * (u32)a, factor); }
+};
+
 // Whose products a thread of a tensor-core kernel holds: of N tiles of tokens the two columns token(j, c), j < N, c < 2. All
 // is asked for before the first store, after which the compiler may not move loads.
 template <int N>
@@ -157,9 +172,9 @@ struct SumTokens {
     int assignment[N][2];
     float scale[N][2];
 
-    // scales: of an activation row, which `sharing` assignments have in common
-    template <class Token>
-    __device__ __forceinline__ void ask(const int* order, const Item& item, const float* scales, int sharing, Token token) {
+    // scales: of an activation row; row_of(a): that of an assignment
+    template <class RowOf, class Token>
+    __device__ __forceinline__ void ask(const int* order, const Item& item, const float* scales, RowOf row_of, Token token) {
 #pragma unroll
         for (int j = 0; j < N; j++) {
 #pragma unroll
@@ -168,7 +183,7 @@ struct SumTokens {
 #pragma unroll
         for (int j = 0; j < N; j++) {
 #pragma unroll
-            for (int c = 0; c < 2; c++) scale[j][c] = scales[assignment[j][c] / sharing];
+            for (int c = 0; c < 2; c++) scale[j][c] = scales[row_of(assignment[j][c])];
         }
     }
 };

@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
     Item item = ASK_ITEM(blockIdx.y);
     ItemPages pages;
     pages.ask(items, blockIdx.y);
-    if (!CAN_READ(item)) return;
+    if (!CAN_READ(item, pages)) return;
     int tokens[TOKEN_TILE];
 #pragma unroll
     for (int t = 0; t < TOKEN_TILE; t++)
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, RESIDENT_THREADS 
     Item item = ASK_ITEM(blockIdx.y);
     ItemPages pages;
     pages.ask(items, blockIdx.y);
-    if (!CAN_READ(item)) {
+    if (!CAN_READ(item, pages)) {
         follow_predecessor();
         return;
     }

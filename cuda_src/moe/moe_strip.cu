@@ -48,13 +48,14 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     Item item = ASK_ITEM(blockIdx.y);
     ItemPages pages;
     pages.ask(items, blockIdx.y);
-    if (!CAN_READ(item)) return;
+    if (!CAN_READ(item, pages)) return;
     const u8* lower = pages.row(GATED ? gate : up, item.expert, first_row);
     const u8* upper = pages.row(up, item.expert, second_row);
     StripSums sums;
     SumTokens<TOKEN_TILES> tokens;
-    auto ask = [&] { tokens.ask(order, item, x_scales, top_k, [](int j, int c) { return strip_token(j, c); }); };
-    auto x_row = [&](int i) { return item_assignment(order, item, i) / top_k; };
+    Divider token_of(top_k);
+    auto ask = [&] { tokens.ask(order, item, x_scales, token_of, [](int j, int c) { return strip_token(j, c); }); };
+    auto x_row = [&](int i) { return token_of(item_assignment(order, item, i)); };
     auto ready = [&] {
         if (ASKS_EARLY) ask();
     };
@@ -103,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     Item item = ASK_ITEM(blockIdx.y);
     ItemPages pages;
     pages.ask(items, blockIdx.y);
-    if (!CAN_READ(item)) {
+    if (!CAN_READ(item, pages)) {
         follow_predecessor();
         return;
     }
@@ -111,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     const u8* upper = pages.row(down, item.expert, second_row);
     StripSums sums;
     SumTokens<TOKEN_TILES> tokens;
-    auto ask = [&] { tokens.ask(order, item, h_scales, 1, [](int j, int c) { return strip_token(j, c); }); };
+    auto ask = [&] { tokens.ask(order, item, h_scales, [](int a) { return a; }, [](int j, int c) { return strip_token(j, c); }); };
     auto x_row = [&](int i) { return item_assignment(order, item, i); };
     auto ready = [&] {
         follow_predecessor();

@@ -43,21 +43,23 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
     Item item = ASK_ITEM(blockIdx.y);
     ItemPages pages;
     pages.ask(items, blockIdx.y);
-    if (!CAN_READ(item)) return;
+    if (!CAN_READ(item, pages)) return;
     TileInput in;
     in.x = x;
     in.width = width;
+    Divider token_of(top_k);
+    int assignments[X_COPIES];
+#pragma unroll
+    for (int i = 0; i < X_COPIES; i++)  // all on their way at once
+        assignments[i] = early_assignment(order, item, min(tile_x_row(i), item.count - 1));
     const u8* weight_row = pages.row(projection, item.expert, min(mine, n_hidden - 1));
     in.weight_row = mine < n_hidden ? weight_row : nullptr;
 #pragma unroll
-    for (int i = 0; i < X_COPIES; i++) {
-        int m = tile_x_row(i);
-        in.x_rows[i] = m < item.count ? item_assignment(order, item, m) / top_k : -1;
-    }
+    for (int i = 0; i < X_COPIES; i++) in.x_rows[i] = tile_x_row(i) < item.count ? token_of(assignments[i]) : -1;
     TileSums sums;
     if (!tile_product<FORMAT_GATE, FORMAT_UP>(in, shared, sums)) return;
     SumTokens<FRAGMENTS_M> tokens;
-    tokens.ask(order, item, x_scales, top_k, [](int j, int c) { return sum_token(j, c); });
+    tokens.ask(order, item, x_scales, token_of, [](int j, int c) { return sum_token(j, c); });
 #pragma unroll
     for (int j = 0; j < FRAGMENTS_M; j++) {
 #pragma unroll
@@ -106,26 +108,26 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
     Item item = ASK_ITEM(blockIdx.y);
     ItemPages pages;
     pages.ask(items, blockIdx.y);
-    if (!CAN_READ(item)) {
+    if (!CAN_READ(item, pages)) {
         follow_predecessor();
         return;
     }
     TileInput in;
     in.x = hidden;
     in.width = n_hidden;
+    int assignments[X_COPIES];
+#pragma unroll
+    for (int i = 0; i < X_COPIES; i++)
+        assignments[i] = early_assignment(order, item, min(tile_x_row(i), item.count - 1));
     const u8* weight_row = pages.row(down, item.expert, min(mine, n_out - 1));
     in.weight_row = mine < n_out ? weight_row : nullptr;
 #pragma unroll
-    for (int i = 0; i < X_COPIES; i++) {
-        int m = tile_x_row(i);
-        int a = early_assignment(order, item, min(m, item.count - 1));
-        in.x_rows[i] = m < item.count ? a : -1;
-    }
+    for (int i = 0; i < X_COPIES; i++) in.x_rows[i] = tile_x_row(i) < item.count ? assignments[i] : -1;
     follow_predecessor();
     TileSums sums;
     if (!tile_product<FORMAT_DOWN, FORMAT_DOWN>(in, shared, sums)) return;
     SumTokens<FRAGMENTS_M> tokens;
-    tokens.ask(order, item, h_scales, 1, [](int j, int c) { return sum_token(j, c); });
+    tokens.ask(order, item, h_scales, [](int a) { return a; }, [](int j, int c) { return sum_token(j, c); });
 #pragma unroll
     for (int j = 0; j < FRAGMENTS_M; j++) {
 #pragma unroll

@@ -138,8 +138,8 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     }
     first[threadIdx.x] = plan_expert(count, active, n_experts, item_tokens, items, max_items, partial, first_tile, n_tiles);
     __syncthreads();
+    pages.copy(addresses, first_tile, n_tiles, items);  // on its way while ranks are added up
     if (expert < n_experts) order[first[expert] + rank_in_block(counts, expert, rank)] = threadIdx.x;
-    pages.copy(addresses, first_tile, n_tiles, items);
 }
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
@@ -174,6 +174,8 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
         for (int b = 0; b < n_blocks; b++) count += block_counts[b * n_experts + expert];
     }
     int place = plan_expert(count, active, n_experts, item_tokens, items, max_items, partial, first_tile, n_tiles);
+    __syncthreads();
+    pages.copy(addresses, first_tile, n_tiles, items);  // on its way while places are added up
     if (expert < n_experts) {
         for (int b = 0; b < n_blocks; b++) {
             int here = block_counts[b * n_experts + expert];
@@ -181,8 +183,6 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
             place += here;
         }
     }
-    __syncthreads();
-    pages.copy(addresses, first_tile, n_tiles, items);
 }
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)

@@ -62,7 +62,7 @@ def tensors_of(layout: Any, pool: np.ndarray, pages: np.ndarray, page_bytes: int
 @pytest.mark.parametrize(
     "n_tokens, down, page_kib, routed",
     [
-        (1, "q4_k", 8, False), (1, "q6_k", 64, True), (4, "q6_k", 8, True), (4, "q4_k", 64, True),
+        (1, "q4_k", 8, False), (3, "q6_k", 64, True), (4, "q6_k", 8, True), (4, "q4_k", 64, True),
         (5, "q4_k", 64, True),
         (5, "q6_k", 8, False), (9, "q4_k", 64, False), (40, "q4_k", 8, False), (40, "q6_k", 64, False),
         (140, "q4_k", 64, False), (520, "q6_k", 64, False),

@@ -45,7 +45,7 @@ from rimuru.formats.quants import BY_NAME  # noqa: E402
 from rimuru.memory.specs import ExpertLayerLayout  # noqa: E402
 from rimuru.ops.base import ExpertTable  # noqa: E402
 from rimuru.ops.cuda.launch import Kernel  # noqa: E402
-from rimuru.ops.cuda.routing import MAX_LINED_TOKENS  # noqa: E402
+from rimuru.ops.cuda.routing import LINED_TOKENS  # noqa: E402
 
 N_IN = 2048
 MEASURED = ("router", "moe_sort", "moe_gate_up", "moe_down")
@@ -129,7 +129,7 @@ def run_layer(ops: Any, x: Any, ids: Any, table: ExpertTable, router: Any = None
 
 def router_for(ops: Any, n_tokens: int, seed: int) -> Any:
     """A random router, where the kernels that are measured have it look experts up; else None."""
-    if n_tokens > MAX_LINED_TOKENS:
+    if n_tokens not in LINED_TOKENS:
         return None
     rows = normal(np.random.default_rng(seed), QWEN3_30B.n_experts, N_IN, scale=N_IN**-0.5)
     return ops.weight(rows.view(np.uint8), BY_NAME["f32"], N_IN)

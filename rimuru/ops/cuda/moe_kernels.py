@@ -24,15 +24,19 @@ MAX_STRIP_LOAD = 32
 STRIP_WARPS = 8
 """Warps of a block of the strip kernels, 16 weight rows each."""
 
-_K_STRIPS, _K_WIDE_STRIPS = {"q4_k": (1, 768), "q6_k": (1, 768)}, {"q4_k": (3, 512), "q6_k": (3, 512)}
-_OLD_DOWNS = {"q5_0": (2, 512), "q8_0": (2, 512)}
+_K_STRIPS, _K_WIDE_STRIPS = {"q4_k": (1, 768), "q6_k": (1, 768)}, {"q4_k": (1, 512), "q6_k": (1, 512)}
+_OLD_DOWNS = {
+    8: {"q5_0": (1, 768), "q8_0": (1, 512)},
+    16: {"q5_0": (1, 512), "q8_0": (1, 512)},
+    32: {"q5_0": (2, 512), "q8_0": (2, 512)},
+}
 UP_RINGS: dict[int, dict[str, tuple[int, int]]] = {8: _K_STRIPS, 16: _K_WIDE_STRIPS, 32: _K_WIDE_STRIPS}
 """Strips of gate_up with packed weights by way of shared memory, by tokens and type: most steps a warp has there at
 a time, and threads that a multiprocessor must be able to hold. Other types have weights in registers: measured were
 Qwen3-30B and, for Q5_0 and Q8_0 in down, DeepSeek-V2-Lite, on an H200 (tools/LOG.md). With 8 tokens more threads hide
 more than more steps under way."""
 
-DOWN_RINGS: dict[int, dict[str, tuple[int, int]]] = {n: rings | _OLD_DOWNS for n, rings in UP_RINGS.items()}
+DOWN_RINGS: dict[int, dict[str, tuple[int, int]]] = {n: rings | _OLD_DOWNS[n] for n, rings in UP_RINGS.items()}
 """The same of down."""
 
 MAX_SHARED_BYTES = 99 * 1024

@@ -25,8 +25,9 @@ ITEM_WORDS = 16
 MAX_ITEM_PAGES = ITEM_WORDS - 1
 """Most pages of an expert that are listed with every item."""
 
-MAX_LINED_TOKENS = 16
-"""Up to this many tokens a router makes items of its choices: more are sorted (ops/cuda/moe.py)."""
+LINED_TOKENS = range(3, 17)
+"""Of so many tokens' choices a router makes items. More are sorted (ops/cuda/moe.py); for fewer, whose blocks all run
+at once, the look-up costs the router as much as it saves them (tools/LOG.md)."""
 
 _ROUTER_WARPS = 8
 _GATINGS = {"softmax": 0, "sigmoid": 1, "softmax_selected": 2, "sqrt_softplus": 3}
@@ -104,7 +105,7 @@ def _lines(n_tokens: int, ahead: tuple[ExpertTable, MoeScratch] | None) -> tuple
     if ahead is None:
         return None, 0, None
     table, scratch = ahead
-    if n_tokens > MAX_LINED_TOKENS or table.layout.n_pages > MAX_ITEM_PAGES:
+    if n_tokens not in LINED_TOKENS or table.layout.n_pages > MAX_ITEM_PAGES:
         return None, 0, None
     scratch.private.lined = table
     return table.addresses, table.layout.n_pages, scratch.private.items
