@@ -9,9 +9,9 @@ import numpy as np
 
 from rimuru.batch import Batch
 from rimuru.experts.device_store import DeviceExpertStore
-from rimuru.experts.residency_jit import smallest
+from rimuru.experts.residency import Residency
 from rimuru.memory.adjuster import cost_expand, offload_target, paper_decision, shrink_pays
-from rimuru.memory.specs import PoolLayout
+from rimuru.memory.specs import ExpertLayerLayout, ExpertLayout, PoolLayout
 from rimuru.request import SamplingParams, Sequence
 
 PIECE_GROWTH = 1.25
@@ -40,10 +40,11 @@ def rehearsal_sequences() -> list[Sequence]:
 
 def rehearse_decisions() -> None:
     """Compile what decides about experts between steps; the arguments have the types that a room gives."""
-    keys = np.zeros(1)
-    smallest(keys, np.ones(1, np.bool_), 1)
+    residency = Residency(ExpertLayout(1, (ExpertLayerLayout(0, 1, 1, ()),)))
+    residency.hottest_absent(1)
+    residency.absent_of(residency.coldest_first())
     paper_decision(0, 0, 1.0)
-    offload_target(keys, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
+    offload_target(np.zeros(1), 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
     shrink_pays(2, 1.0, 0.0, 0.0, 0.0)
     cost_expand(0, 1.0, 1.0, 1.0)
 

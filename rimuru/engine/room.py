@@ -274,7 +274,7 @@ class ExpertRoom(CompactingRoom):
         measured_used = used * n_measured / n_running
         order = residency.coldest_first()
         expert_s = self.expert_bytes / rates.link_bytes_per_s
-        absent = order[~residency.resident.reshape(-1)[order]]
+        absent = residency.absent_of(order)
         expected_s = float(residency.use_probability(absent, n_measured).sum()) * expert_s
         if expected_s > 0.0 and rates.n_steps and not starts_per_step:  # the coldest are never as cold as measured
             lowest, most = SURPRISES

@@ -94,8 +94,8 @@ class Heard:
     """What the device reported. R = experts over all layers, L = layers."""
 
     holders: np.ndarray  # int32 [R]; row of a layer's first expert + place -> expert of the layer, -1 = nobody
-    new_counts: np.ndarray  # int64 [R], assignments since the last report
-    new_totals: np.ndarray  # int64 [L, N_TOTALS], since the last report
+    new_counts: np.ndarray  # uint32 [R], assignments since the last report
+    new_totals: np.ndarray  # uint32 [L, N_TOTALS], since the last report
     is_known: np.ndarray
     """bool [R]: False where a place came or went since; its holder is of another time."""
 
@@ -112,6 +112,7 @@ class DevicePlaces:
         self.page_ids = np.full(n_entries, -1, np.int32)
         """Pool pages of the places; a place's entries lie like those of the expert of its number."""
         self._heard_array = ops.empty((2 * n_experts + N_TOTALS * n_layers,), np.int32)
+        self._heard_address = ops.address(self._heard_array)
         parts = np.cumsum([n_experts, n_experts])
         self.arrays = ExpertPlaces(
             page_bytes=layout.page_bytes,
@@ -300,7 +301,7 @@ class DevicePlaces:
     def _ask(self) -> bool:
         if self._is_asked:
             return False
-        self.copier.copy_out(self._mailbox, self.ops.address(self._heard_array))
+        self.copier.copy_out(self._mailbox, self._heard_address)
         self._marker, self._is_asked, self._asked_at = self.copier.record(), True, self._epoch
         return True
 
@@ -324,10 +325,9 @@ class DevicePlaces:
     def _take(self) -> Heard:
         self._is_asked = False
         n, now = len(self._changed_at), self._mailbox.copy()
-        new = (now.view(np.uint32) - self._last.view(np.uint32)).astype(np.int64)
+        new = now[n:].view(np.uint32) - self._last[n:].view(np.uint32)  # modulo 2^32, as they are counted
         self._last = now
-        totals = new[2 * n :].reshape(-1, N_TOTALS)
-        return Heard(now[:n], new[n : 2 * n], totals, self._changed_at <= self._asked_at)
+        return Heard(now[:n], new[:n], new[n:].reshape(-1, N_TOTALS), self._changed_at <= self._asked_at)
 
     def update_view(self, holders: np.ndarray) -> None:
         """Make view and owner tags say who holds which pages, from an exact report. Empty places belong to nobody."""

@@ -29,7 +29,7 @@ from rimuru.base.units import human_bytes
 from rimuru.experts.copies import Staging, copy_home, copy_in, link_rate
 from rimuru.experts.device_places import DevicePlaces, Heard, home_bytes, rule_of
 from rimuru.experts.host_arena import HostArena
-from rimuru.experts.places_jit import take_over
+from rimuru.experts.places_jit import add_up, take_over
 from rimuru.experts.residency import ResidencyPolicy
 from rimuru.experts.residents import ResidentSet
 from rimuru.experts.source import ExpertSource
@@ -40,7 +40,6 @@ from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import ExpertLayout
 from rimuru.memory.views import ExpertView
 from rimuru.ops.base import Array, Copier, ExpertTable, Ops
-from rimuru.ops.places import ASKED, FILLS, FORETOLD, HITS, STEPS, TOKENS
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +103,8 @@ class DeviceExpertStore(ResidentSet):
         """What reads experts at home, and ends before they go."""
         self.may_foresee, self._is_foretold = foresees and self.by_device, False
         self._n_empty = self._n_steps = self._n_noted = 0
+        self._ruled_for = -1.0
+        """Tokens together for which the device was told who comes and goes."""
         self._clock = StepClock()
         self._step_tokens = 1
         self.tables = [
@@ -226,8 +227,11 @@ class DeviceExpertStore(ResidentSet):
         self._time_link()
 
     def _set_control(self) -> None:
-        """Who comes and goes."""
-        self.places.set_control(*rule_of(self.residency), self.by_device)
+        """Who comes and goes. It depends on nothing else that changes."""
+        n_together = self.residency.n_together
+        if n_together != self._ruled_for:
+            self.places.set_control(*rule_of(self.residency), self.by_device)
+            self._ruled_for = n_together
 
     def _time_link(self) -> None:
         """The link's rate: some residents are copied once more to where they lie. What a step waits for cannot hide."""
@@ -343,13 +347,14 @@ class DeviceExpertStore(ResidentSet):
             self._note(heard)
         self.residency.begin_step(self._step_tokens, self._n_noted)
         self._n_noted = 0
-        for place in [place for place, (_, marker) in self._coming.items() if self.copier.done(marker)]:
-            self._arrive(*place)
+        if self._coming:
+            for place in [place for place, (_, marker) in self._coming.items() if self.copier.done(marker)]:
+                self._arrive(*place)
         if not self.by_device and self.view.publish(None):
             self.places.set_residents(self.view.table.values, self.residency.resident.reshape(-1)[self._cells])
         self._set_control()
         self.places.send()
-        is_whole = self.residency.n_resident == len(self._cells) and not self._n_empty and not self._coming
+        is_whole = not self._n_empty and not self._coming and self.residency.n_resident == len(self._cells)
         self.is_watching = not is_whole
         self._n_steps += 1
         if self._n_steps % REPORT_STEPS == 0 and self.places.ask():
@@ -368,23 +373,20 @@ class DeviceExpertStore(ResidentSet):
 
     def _note(self, heard: Heard) -> None:
         """Counters, warmth, and who is resident, from a report."""
-        totals, counters = heard.new_totals, self.counters
-        missed = totals[:, ASKED] - totals[:, HITS] + totals[:, FORETOLD]
-        sums = totals.sum(axis=0).tolist()
-        counters.n_asked += sums[ASKED]
-        counters.n_hits += sums[HITS]
-        counters.n_read += sums[ASKED] - sums[HITS] + sums[FORETOLD]
-        counters.n_filled += sums[FILLS]
-        counters.read_bytes += (missed_bytes := int((missed * self._useful_bytes).sum()))
-        n_steps, n_tokens = totals[:, [STEPS, TOKENS]].max(axis=0).tolist()
+        counters = self.counters
+        sums = add_up(heard.new_totals, self._useful_bytes).tolist()
+        n_steps, n_tokens, n_asked, n_hits, n_read, n_filled, read_bytes = sums
+        counters.n_asked += n_asked
+        counters.n_hits += n_hits
+        counters.n_read += n_read
+        counters.n_filled += n_filled
+        counters.read_bytes += read_bytes
         self._n_noted += n_tokens
         if n_steps:
             n_tokens //= n_steps
             self._step_tokens = min(max(1, n_tokens), MOST_COUNTED_TOKENS)
-            self._observe(n_tokens, missed_bytes // n_steps, n_steps)
-        counts = np.zeros(self.residency.scores.shape, np.int64)
-        counts.reshape(-1)[self._cells] = heard.new_counts
-        self.residency.note_all(counts)
+            self._observe(n_tokens, read_bytes // n_steps, n_steps)
+        self.residency.note_cells(self._cells, heard.new_counts)
         if self.by_device:
             rows, resident = self.view.rows_before, self.residency.resident
             self._n_empty = take_over(self._holders, heard.holders, heard.is_known, rows, resident)

@@ -1,9 +1,11 @@
-"""What a device reports of its places, taken over in one pass."""
+"""What a device reports of its places, taken over in one pass each."""
 
 from __future__ import annotations
 
 import numba
 import numpy as np
+
+from rimuru.ops.places import ASKED, FILLS, FORETOLD, HITS, STEPS, TOKENS
 
 
 @numba.njit(cache=True, nogil=True, fastmath=False)
@@ -40,3 +42,22 @@ def take_over(
                 named[row] = free
                 taken[free] = True
     return n_empty
+
+
+@numba.njit(cache=True, nogil=True, fastmath=False)
+def add_up(totals: np.ndarray, useful_bytes: np.ndarray) -> np.ndarray:
+    """Of totals uint32 [layers, N_TOTALS] and the bytes of a layer's expert int64 [layers]; int64 [7]: steps and tokens
+    (of the layer that counts most), and over all layers experts asked for, hit, brought over the link (by forecasts
+    too), brought into places; bytes brought."""
+    sums, row = np.zeros(7, np.int64), np.empty(totals.shape[1], np.int64)
+    for slot in range(len(totals)):
+        row[:] = totals[slot]
+        n_read = row[ASKED] - row[HITS] + row[FORETOLD]
+        sums[0] = max(sums[0], row[STEPS])
+        sums[1] = max(sums[1], row[TOKENS])
+        sums[2] += row[ASKED]
+        sums[3] += row[HITS]
+        sums[4] += n_read
+        sums[5] += row[FILLS]
+        sums[6] += n_read * useful_bytes[slot]
+    return sums

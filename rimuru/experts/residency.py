@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from rimuru.base.errors import AuditError
-from rimuru.experts.residency_jit import note_choices, note_counts, smallest, warmth
+from rimuru.experts.residency_jit import chosen_by, extremes, in_order, note_cells, note_choices, note_counts, warmth
 from rimuru.memory.specs import ExpertLayout
 
 ResidencyPolicy = Literal["auto", "hotset", "recency"]
@@ -44,8 +44,8 @@ class Residency:
         self.layout, self.policy = layout, policy
         n_slots = len(layout.layers)
         width = max(layer.n_experts for layer in layout.layers)
-        n_experts = np.array([layer.n_experts for layer in layout.layers], np.int64)
-        self.exists = np.arange(width)[None, :] < n_experts[:, None]
+        self._n_experts = np.array([layer.n_experts for layer in layout.layers], np.int64)
+        self.exists = np.arange(width)[None, :] < self._n_experts[:, None]
         self.resident = np.zeros((n_slots, width), np.bool_)
         self.last_used = np.full((n_slots, width), NEVER, np.int64)
         self.scores = np.zeros((n_slots, width), np.float64)
@@ -84,6 +84,10 @@ class Residency:
         """Note what steps up to now have used: tokens that chose each expert, int [n_slots, width]."""
         note_counts(self.last_used, self.scores, self.n_chosen, counts, self.step, self._weight)
 
+    def note_cells(self, cells: np.ndarray, counts: np.ndarray) -> None:
+        """The same for the experts of these flat indices int64 [n] only; counts unsigned [n]."""
+        note_cells(self.last_used, self.scores, self.n_chosen, cells, counts, self.step, self._weight)
+
     def weights(self) -> np.ndarray:
         """Decayed counts of tokens, float64 [n_slots, width]."""
         return self.scores / self._weight
@@ -95,11 +99,16 @@ class Residency:
 
     def probabilities(self) -> np.ndarray:
         """Measured probability that a token chooses each expert, float64 [n_slots, width]."""
-        return self.scores / (self._weight * max(self._seen_tokens, 1.0))
+        return self.scores / self._scored_tokens
+
+    @property
+    def _scored_tokens(self) -> float:
+        """Of all tokens that scores are of, as they count in them."""
+        return self._weight * max(self._seen_tokens, 1.0)
 
     def use_probability(self, indices: np.ndarray, n_tokens: float) -> np.ndarray:
         """Probability that a step of n_tokens unrelated tokens uses each of these experts (flat indices)."""
-        chosen = self.scores.reshape(-1)[indices] / (self._weight * max(self._seen_tokens, 1.0))
+        chosen = self.scores.reshape(-1)[indices] / self._scored_tokens
         # 1 - (1 - p) ** n, in half the time of a power
         return -np.expm1(n_tokens * np.log1p(-np.minimum(chosen, 1.0 - 1e-12)))
 
@@ -118,9 +127,8 @@ class Residency:
     def keys(self, slot: int | None = None) -> np.ndarray:
         """Warmth of a layer's experts, float64 [width], or of all, [n_slots, width]: more is warmer."""
         rows = slice(None) if slot is None else slice(slot, slot + 1)
-        scale = 1.0 / (self._weight * max(self._seen_tokens, 1.0))
         out = np.empty_like(self.scores[rows])
-        warmth(self.last_used[rows], self.scores[rows], scale, self.by_recency, out)
+        warmth(self.last_used[rows], self.scores[rows], 1.0 / self._scored_tokens, self.by_recency, out)
         return out if slot is None else out[0]
 
     def exchanges(self, slot: int, in_use: np.ndarray, newcomers: np.ndarray) -> list[tuple[int, int]]:
@@ -141,7 +149,7 @@ class Residency:
 
     def coldest_indices(self, n_experts: int) -> np.ndarray:
         """The same as flat indices slot * width + expert, int64."""
-        return smallest(self.keys().reshape(-1), self.resident.reshape(-1), n_experts)
+        return self._extremes(True, n_experts)
 
     def hottest_absent(self, n_experts: int) -> list[tuple[int, int]]:
         """(slot, expert) of the n hottest non-residents, the hottest first; never used ones last, low ids first."""
@@ -149,12 +157,21 @@ class Residency:
 
     def hottest_absent_indices(self, n_experts: int) -> np.ndarray:
         """The same as flat indices, int64."""
-        return smallest(-self.keys().reshape(-1), (self.exists & ~self.resident).reshape(-1), n_experts)
+        return self._extremes(False, n_experts)
+
+    def _extremes(self, of_residents: bool, n_experts: int) -> np.ndarray:
+        return extremes(
+            self.last_used, self.scores, self.resident, self._n_experts, 1.0 / self._scored_tokens, self.by_recency,
+            of_residents, n_experts,
+        )  # fmt: skip
 
     def coldest_first(self) -> np.ndarray:
         """Flat indices int64 of all experts, resident or not, the coldest first."""
-        order = np.argsort(self.keys().reshape(-1), kind="stable")
-        return order[self.exists.reshape(-1)[order]]
+        return in_order(self.keys().reshape(-1), self.exists.reshape(-1))
+
+    def absent_of(self, indices: np.ndarray) -> np.ndarray:
+        """Those of the experts (flat indices int64) who are not resident, in their order."""
+        return chosen_by(indices, self.resident.reshape(-1), False)
 
     def hottest(self) -> list[tuple[int, int]]:
         """(slot, expert) of all experts, the hottest first: the order in which to fill an empty pool."""

@@ -1,11 +1,12 @@
-"""Taking over what a device reports: holders are residents, other places are named so that none is named twice."""
+"""Taking over what a device reports: holders are residents, other places have names of their own, totals are added."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from rimuru.experts.places_jit import take_over
+from rimuru.experts.places_jit import add_up, take_over
+from rimuru.ops.places import ASKED, FILLS, FORETOLD, HITS, N_TOTALS, STEPS, TOKENS
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -40,3 +41,12 @@ def test_every_place_has_a_name_of_its_own(seed: int) -> None:
         taken = set(named[rows[is_held[rows]]].tolist())
         for row in others:  # who may keep his name keeps it
             assert named[row] == before[row] or before[row] in taken
+
+
+def test_totals_of_layers_are_added_up() -> None:
+    """Two layers, one of which has seen a step less; what was forecast for experts that were asked for before is read
+    once more than it was missed."""
+    totals = np.zeros((2, N_TOTALS), np.uint32)
+    totals[:, [STEPS, TOKENS, ASKED, HITS, FILLS, FORETOLD]] = [[3, 30, 50, 40, 8, 2], [2, 29, 60, 60, 0, 1]]
+    found = add_up(totals, np.array([100, 1000])).tolist()
+    assert found == [3, 30, 110, 100, 13, 8, 12 * 100 + 1 * 1000]

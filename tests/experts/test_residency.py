@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rimuru.base.errors import AuditError, BadInputError
 from rimuru.experts.hotset import HotsetProfile, find_profile, load_profile, profile_path, save_profile
 from rimuru.experts.residency import AUTO_RECENCY_TOKENS, Residency
-from rimuru.experts.residency_jit import smallest
+from rimuru.experts.residency_jit import in_order
 from rimuru.experts.routing import ROUTERS, SyntheticRouter, router_for
 from rimuru.memory.specs import ExpertLayerLayout, ExpertLayout
 
@@ -29,13 +29,55 @@ def uses(residency: Residency, *steps: dict[int, list[int]], n_tokens: int = 1) 
 
 @settings(deadline=None)
 @given(data=st.data())
-def test_smallest_is_what_sorting_gives(data: st.DataObject) -> None:
-    keys = np.array(data.draw(st.lists(st.floats(-5, 5), min_size=1, max_size=40)))
-    allowed = np.array(data.draw(st.lists(st.booleans(), min_size=len(keys), max_size=len(keys))))
-    n = data.draw(st.integers(0, 45))
-    found = smallest(keys, allowed, n)
-    assert keys[found].tolist() == sorted(keys[allowed].tolist())[:n]
-    assert len(set(found.tolist())) == len(found) and allowed[found].all()
+def test_the_coldest_and_the_hottest_are_what_sorting_gives(data: st.DataObject) -> None:
+    """Over layers of unlike width; stamps and scores are often equal."""
+    residency = Residency(LAYOUT, data.draw(st.sampled_from(["recency", "hotset"])))
+    shape = residency.scores.shape
+    residency.last_used[:] = np.array(data.draw(st.lists(st.integers(-1, 3), min_size=12, max_size=12))).reshape(shape)
+    residency.scores[:] = np.array(data.draw(st.lists(st.floats(0, 5), min_size=12, max_size=12))).reshape(shape)
+    there = np.array(data.draw(st.lists(st.booleans(), min_size=12, max_size=12))).reshape(shape)
+    residency.resident[:] = there & residency.exists
+    residency.begin_step(7)
+    keys, n = residency.keys().reshape(-1), data.draw(st.integers(0, 14))
+    for found, among, sign in (
+        (residency.coldest_indices(n), residency.resident, 1.0),
+        (residency.hottest_absent_indices(n), residency.exists & ~residency.resident, -1.0),
+    ):
+        assert (sign * keys[found]).tolist() == sorted((sign * keys[among.reshape(-1)]).tolist())[:n]
+        assert len(set(found.tolist())) == len(found) and among.reshape(-1)[found].all()
+    order = residency.coldest_first()
+    expected = np.argsort(keys, kind="stable")
+    assert order.tolist() == expected[residency.exists.reshape(-1)[expected]].tolist()
+    assert residency.absent_of(order).tolist() == [i for i in order if not residency.resident.reshape(-1)[i]]
+
+
+@settings(deadline=None)
+@given(
+    keys=st.lists(st.floats(allow_nan=False) | st.sampled_from([0.0, 1.0, -1.0, 1.0 + 2**-52]), max_size=60),
+    exist=st.data(),
+)
+def test_numbers_are_sorted_by_their_bits(keys: list[float], exist: st.DataObject) -> None:
+    """Any sign and size, equal ones as they come. (0 and -0 have different bits, and no key is -0.)"""
+    values = np.array(keys, np.float64) + 0.0
+    flags = np.array(exist.draw(st.lists(st.booleans(), min_size=len(keys), max_size=len(keys))), np.bool_)
+    expected = np.argsort(values, kind="stable")
+    assert in_order(values, flags).tolist() == expected[flags[expected]].tolist()
+
+
+def test_counts_of_some_experts_are_noted_like_those_of_all() -> None:
+    rng = np.random.default_rng(3)
+    whole, some = Residency(LAYOUT), Residency(LAYOUT)
+    cells = np.flatnonzero(whole.exists.reshape(-1))
+    for n_tokens in (5, 900, 1):
+        counts = np.zeros(whole.scores.shape, np.int64)
+        counts[whole.exists] = rng.integers(0, 3, len(cells))
+        for residency in (whole, some):
+            residency.begin_step(n_tokens)
+        whole.note_all(counts)
+        some.note_cells(cells, counts.reshape(-1)[cells].astype(np.uint32))
+        for name in ("last_used", "scores", "n_chosen"):
+            assert np.array_equal(getattr(whole, name), getattr(some, name)), name
+    assert whole.n_chosen.sum() > 0
 
 
 def test_recency_gives_up_what_was_used_longest_ago() -> None:
