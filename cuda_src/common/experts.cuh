@@ -27,6 +27,9 @@
 #ifndef ITEM_PAGES
 #define ITEM_PAGES 0
 #endif
+#ifndef PAGE_COLUMN
+#define PAGE_COLUMN 0
+#endif
 #if defined(TOKEN_TILE) && TOKEN_TILE == 1
 #define SINGLE_ASSIGNMENTS true
 #else
@@ -80,12 +83,14 @@ struct ItemPages {
 #endif
     }
 
-    // Whether there is that item; asks every lane, since compilers move a load behind a branch that does not need it.
-    __device__ __forceinline__ bool exist(int count) const {
+    // Whether there is an item, found out by every lane's word: where registers are short, compilers move the load behind
+    // a branch that does not need it. (In strips they do not, and asking all lanes costs 1% of 32 tokens' time.)
+    __device__ __forceinline__ bool exist() const {
 #if ITEM_PAGES && !CONTIGUOUS_EXPERTS
-        if (!SINGLE_ASSIGNMENTS) return __ballot_sync(FULL_WARP, word != 0) & 1;
+        return __ballot_sync(FULL_WARP, word != 0) & 1;
+#else
+        return true;
 #endif
-        return count > 0;
     }
 
     __device__ __forceinline__ const u8* row(const Projection& p, int expert, int n) const {
@@ -98,6 +103,33 @@ struct ItemPages {
 #endif
     }
 };
+
+#if PAGE_COLUMN && !CONTIGUOUS_EXPERTS
+// Where the rows of a block lie of every expert, in shared memory: asked for beside the id of the block's expert and not after
+// it. By 2 * COLUMN_EXPERTS threads, for two projections whose pages have at least as many rows as the block.
+#define COLUMN_EXPERTS 128
+
+struct PageColumns {
+    u64 pages[2][2][COLUMN_EXPERTS];  // [projection][the block's first page or the one after it][expert]
+
+    __device__ __forceinline__ void ask(const Projection& p, const Projection& q, int n_experts, int first, int last) {
+        int e = threadIdx.x % COLUMN_EXPERTS, which = threadIdx.x / COLUMN_EXPERTS;
+        u32 factor = which ? q.page_factor : p.page_factor;
+        int before = __umulhi(4u * (u32)first, factor), after = __umulhi(4u * (u32)last, factor);
+        const i64* at = p.addresses + e * p.n_pages + (which ? q.first_page : p.first_page);
+        if (e < n_experts) {
+            pages[which][0][e] = load_early(at + before);
+            if (after != before) pages[which][1][e] = load_early(at + after);
+        }
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ const u8* row(const Projection& p, int which, int expert, int n, int first) const {
+        bool is_next = __umulhi(4u * (u32)n, (u32)p.page_factor) != __umulhi(4u * (u32)first, (u32)p.page_factor);
+        return row_in_page(pages[which][is_next][expert], p, n);
+    }
+};
+#endif
 
 // The table on its way to the second-level cache, see common/follow.cuh.
 __device__ __forceinline__ void fetch_table_ahead(const i64* addresses, int n_experts, int n_pages) {
@@ -137,8 +169,8 @@ struct Item {
         int n_experts, int top_k
 
 // Whether there is that item and its expert can be read now.
-#define CAN_READ(item, pages) \
-    ((pages).exist((item).count) && (u32)(item).expert < (u32)n_experts && (active == nullptr || load_early(active + (item).expert)))
+#define CAN_READ(item) \
+    ((item).count > 0 && (u32)(item).expert < (u32)n_experts && (active == nullptr || load_early(active + (item).expert)))
 
 #define ASK_ITEM(g) ask_item(items, ids, g)
 

@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     Item item = ASK_ITEM(blockIdx.y);
     ItemPages pages;
     pages.ask(items, blockIdx.y);
-    if (!CAN_READ(item, pages)) return;
+    if (!CAN_READ(item)) return;
     const u8* lower = pages.row(GATED ? gate : up, item.expert, first_row);
     const u8* upper = pages.row(up, item.expert, second_row);
     StripSums sums;
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BLOCKS)
     Item item = ASK_ITEM(blockIdx.y);
     ItemPages pages;
     pages.ask(items, blockIdx.y);
-    if (!CAN_READ(item, pages)) {
+    if (!CAN_READ(item)) {
         follow_predecessor();
         return;
     }

@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
     Item item = ASK_ITEM(blockIdx.y);
     ItemPages pages;
     pages.ask(items, blockIdx.y);
-    if (!CAN_READ(item, pages)) return;
+    if (!(pages.exist() && CAN_READ(item))) return;
     TileInput in;
     in.x = x;
     in.width = width;
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, 2)
     Item item = ASK_ITEM(blockIdx.y);
     ItemPages pages;
     pages.ask(items, blockIdx.y);
-    if (!CAN_READ(item, pages)) {
+    if (!(pages.exist() && CAN_READ(item))) {
         follow_predecessor();
         return;
     }

@@ -22,7 +22,7 @@ from cases import moe as moe_cases
 
 from rimuru.arch.spec import MoeSpec
 from rimuru.ops.base import ExpertTable
-from rimuru.ops.cuda import moe, moe_kernels
+from rimuru.ops.cuda import moe, moe_kernels, routing
 from rimuru.ops.cuda.launch import Kernel
 
 SPEC = MoeSpec(8, 2, 256, renormalise=True)
@@ -62,7 +62,8 @@ def tensors_of(layout: Any, pool: np.ndarray, pages: np.ndarray, page_bytes: int
 @pytest.mark.parametrize(
     "n_tokens, down, page_kib, routed",
     [
-        (1, "q4_k", 8, False), (3, "q6_k", 64, True), (4, "q6_k", 8, True), (4, "q4_k", 64, True),
+        (1, "q4_k", 8, False), (1, "q6_k", 64, True), (4, "q6_k", 8, True), (4, "q4_k", 64, True),
+        (1, "q6_k", 64, False), (4, "q4_k", 64, False),
         (5, "q4_k", 64, True),
         (5, "q6_k", 8, False), (9, "q4_k", 64, False), (40, "q4_k", 8, False), (40, "q6_k", 64, False),
         (140, "q4_k", 64, False), (520, "q6_k", 64, False),
@@ -87,6 +88,8 @@ def test_results_are_equal(
     monkeypatch.setattr(paging, "N_IN", N_IN)
     monkeypatch.setattr(moe, "UNSORTED_TOKENS", 4)
     monkeypatch.setattr(moe, "SPARSE_UNSORTED_TOKENS", {})  # of so few experts, sorted ones soon go to tensor cores
+    for module in (routing, paging):
+        monkeypatch.setattr(module, "LINED_TOKENS", range(1, 17))
     router = paging.router_for(ops, n_tokens, 1) if routed else None
     with paging.recorded() as launches:
         scratch, total = paging.run_layer(ops, x, ids, table, router)
@@ -114,6 +117,8 @@ def test_results_are_equal(
     # Experts of a few pages have them listed with every item; else the table is read.
     listed = page_kib == 64 and (n_sorts > 0 or routed)
     assert all(("ITEM_PAGES" in k.kernel.defines) == listed for k in launches[routed + n_sorts :])
+    in_columns = page_kib == 64 and is_summed and not routed  # smaller pages have too few rows
+    assert ("PAGE_COLUMN" in launches[routed + n_sorts].kernel.defines) == in_columns
     assert all(np.array_equal(a, b) for a, b in zip(outputs, wanted, strict=True))
 
 

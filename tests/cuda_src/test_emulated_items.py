@@ -95,7 +95,7 @@ def chosen_with_items(n_tokens: int, top_k: int, page_bytes: int) -> tuple[np.nd
 
 
 @pytest.mark.usefixtures("_on_the_host")
-@pytest.mark.parametrize("n_tokens, top_k, page_kib", [(4, 3, 64), (3, 8, 15), (10, 11, 64)])
+@pytest.mark.parametrize("n_tokens, top_k, page_kib", [(6, 3, 64), (5, 8, 15), (10, 11, 64)])
 def test_a_router_makes_an_item_of_each_assignment(
     n_tokens: int, top_k: int, page_kib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +111,7 @@ def test_a_router_makes_an_item_of_each_assignment(
 
 @pytest.mark.usefixtures("_on_the_host")
 @pytest.mark.parametrize(
-    "n_tokens, page_kib", [(routing.LINED_TOKENS.stop, 64), (routing.LINED_TOKENS.start - 1, 64), (4, 8)]
+    "n_tokens, page_kib", [(routing.LINED_TOKENS.stop, 64), (routing.LINED_TOKENS.start - 1, 64), (6, 8)]
 )
 def test_no_items_of_many_or_few_tokens_nor_of_many_pages(
     n_tokens: int, page_kib: int, monkeypatch: pytest.MonkeyPatch

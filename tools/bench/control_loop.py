@@ -153,6 +153,7 @@ def device_store(simulation: Simulation, share: float) -> DeviceExpertStore:
         assert pages is not None
         store.settle(slot, expert, pages)
     store._start_places()
+    store.residency.n_requests = N_REQUESTS  # as `adjust` says before each step
     return store
 
 

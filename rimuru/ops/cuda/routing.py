@@ -25,7 +25,7 @@ ITEM_WORDS = 16
 MAX_ITEM_PAGES = ITEM_WORDS - 1
 """Most pages of an expert that are listed with every item."""
 
-LINED_TOKENS = range(3, 17)
+LINED_TOKENS = range(5, 17)
 """Of so many tokens' choices a router makes items. More are sorted (ops/cuda/moe.py); for fewer, whose blocks all run
 at once, the look-up costs the router as much as it saves them (tools/LOG.md)."""
 
