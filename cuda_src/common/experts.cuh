@@ -27,9 +27,6 @@
 #ifndef ITEM_PAGES
 #define ITEM_PAGES 0
 #endif
-#ifndef PAGE_COLUMN
-#define PAGE_COLUMN 0
-#endif
 #if defined(TOKEN_TILE) && TOKEN_TILE == 1
 #define SINGLE_ASSIGNMENTS true
 #else
@@ -103,33 +100,6 @@ struct ItemPages {
 #endif
     }
 };
-
-#if PAGE_COLUMN && !CONTIGUOUS_EXPERTS
-// Where the rows of a block lie of every expert, in shared memory: asked for beside the id of the block's expert and not after
-// it. By 2 * COLUMN_EXPERTS threads, for two projections whose pages have at least as many rows as the block.
-#define COLUMN_EXPERTS 128
-
-struct PageColumns {
-    u64 pages[2][2][COLUMN_EXPERTS];  // [projection][the block's first page or the one after it][expert]
-
-    __device__ __forceinline__ void ask(const Projection& p, const Projection& q, int n_experts, int first, int last) {
-        int e = threadIdx.x % COLUMN_EXPERTS, which = threadIdx.x / COLUMN_EXPERTS;
-        u32 factor = which ? q.page_factor : p.page_factor;
-        int before = __umulhi(4u * (u32)first, factor), after = __umulhi(4u * (u32)last, factor);
-        const i64* at = p.addresses + e * p.n_pages + (which ? q.first_page : p.first_page);
-        if (e < n_experts) {
-            pages[which][0][e] = load_early(at + before);
-            if (after != before) pages[which][1][e] = load_early(at + after);
-        }
-        __syncthreads();
-    }
-
-    __device__ __forceinline__ const u8* row(const Projection& p, int which, int expert, int n, int first) const {
-        bool is_next = __umulhi(4u * (u32)n, (u32)p.page_factor) != __umulhi(4u * (u32)first, (u32)p.page_factor);
-        return row_in_page(pages[which][is_next][expert], p, n);
-    }
-};
-#endif
 
 // The table on its way to the second-level cache, see common/follow.cuh.
 __device__ __forceinline__ void fetch_table_ahead(const i64* addresses, int n_experts, int n_pages) {

@@ -10,8 +10,8 @@
 // computes it also quantises it; 32 * ROW_LANES / LANE_ROWS threads. moe_down: grid x = BLOCK_WARPS * 32 / ROW_LANES *
 // LANE_ROWS rows. moe_down_sum: grid x = 32 / ROW_LANES * LANE_ROWS rows, y = tokens; a warp a slot, in turn.
 // -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 0 1; -DTOKEN_TILE 1 2 4 8;
-// -DROW_LANES 4 8 16 32; -DLANE_ROWS 1 2 4; -DBLOCK_WARPS; -DITEM_PAGES 0 1; -DPAGE_COLUMN 0 1. Moves the rows of
-// the experts in use, once per tile of tokens.
+// -DROW_LANES 4 8 16 32; -DLANE_ROWS 1 2 4; -DBLOCK_WARPS; -DITEM_PAGES 0 1. Moves the rows of the
+// experts in use, once per tile of tokens.
 
 #define SETTLED_WEIGHTS
 #include "common/act_store.cuh"
@@ -67,12 +67,6 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
     Item item = ASK_ITEM(blockIdx.y);
     ItemPages pages;
     pages.ask(items, blockIdx.y);
-#if PAGE_COLUMN && !CONTIGUOUS_EXPERTS
-    static_assert(TOKEN_TILE == 1 && UP_THREADS == 2 * COLUMN_EXPERTS, "a page a thread");
-    __shared__ __align__(16) PageColumns columns;
-    int block_first = blockIdx.x * 32;
-    columns.ask(up, gate, n_experts, block_first, min(block_first + 31, n_hidden - 1));
-#endif
     if (!CAN_READ(item)) return;
     int tokens[TOKEN_TILE];
 #pragma unroll
@@ -82,13 +76,8 @@ extern "C" __global__ void __launch_bounds__(UP_THREADS, RESIDENT_THREADS / UP_T
 #pragma unroll
     for (int r = 0; r < LANE_ROWS; r++) {
         int n = min(first + r, n_hidden - 1);
-#if PAGE_COLUMN && !CONTIGUOUS_EXPERTS
-        rows[r] = columns.row(up, 0, item.expert, n, block_first);
-        rows[LANE_ROWS + r] = GATED ? columns.row(gate, 1, item.expert, n, block_first) : rows[r];
-#else
         rows[r] = pages.row(up, item.expert, n);
         rows[LANE_ROWS + r] = GATED ? pages.row(gate, item.expert, n) : rows[r];
-#endif
     }
     if constexpr (GATED && IsSame<FORMAT_GATE, FORMAT_UP>::value) {
         float acc[2 * LANE_ROWS][TOKEN_TILE];

@@ -48,7 +48,6 @@ COMMON = [
     moe_kernels.up_kernel(None, "q5_0", 1, *moe.up_shape(1, 1)),
     moe_kernels.up_kernel("q4_k", "q4_k", 1, *moe.up_shape(1, 8)),
     moe_kernels.up_kernel("q4_k", "q4_k", 1, *moe.up_shape(1, 1), listed=True),
-    moe_kernels.up_kernel("q4_k", "q4_k", 1, *moe.up_shape(1, 4), in_columns=True),
     moe_kernels.up_matrix_kernel("q4_k", "q6_k", moe_kernels.up_matrix_shape(20)),
     moe_kernels.up_matrix_kernel("q4_k", "q6_k", moe_kernels.up_matrix_shape(50)),
     moe_kernels.up_matrix_kernel(None, "q5_0", moe_kernels.up_matrix_shape(50)),

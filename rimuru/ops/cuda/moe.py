@@ -56,13 +56,6 @@ UNSORTED_TOKENS = 12
 SPARSE_UNSORTED_TOKENS = {"q4_k": 16, "q6_k": 16}
 """The same for down projections of these types where an expert has at most one assignment on average."""
 
-COLUMN_TOKENS = 4
-"""Up to this many tokens the blocks of gate_up ask for the pages of every expert beside the ids. (More tokens have so
-many blocks that this would read too much.)"""
-
-_COLUMN_EXPERTS, _COLUMN_ROWS, _COLUMN_THREADS = 128, 32, 256
-"""What such a block is made for (cuda_src/common/experts.cuh): at most so many experts, and rows of its own."""
-
 MAX_DOT_LOAD = 1.5
 """Up to this many assignments an expert on average, integer dot products are used. (Both measured on an H200 with 128
 experts of which 8 are chosen: tools/LOG.md.)"""
@@ -274,8 +267,7 @@ def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: Projection
     lanes, rows, resident = up_shape(tile, n_tokens, (gate_name, up.format.name))
     x_forms = (None, None, None) if quant is None else (quant.values, quant.scales, quant.sums)
     hidden_forms = (buffers.values, buffers.scales, buffers.sums)
-    in_columns = not call.listed and tile == 1 and looks_up_columns(call.table.layout, n_tokens, 32 * lanes // rows)
-    up_kernel(gate_name, up.format.name, tile, lanes, rows, resident, call.scaled, call.listed, in_columns)(
+    up_kernel(gate_name, up.format.name, tile, lanes, rows, resident, call.scaled, call.listed)(
         (ceil_div(up.n_rows, ACT_BLOCK), call.max_items),
         (32 * lanes // rows,),
         (
@@ -290,17 +282,6 @@ def _experts_by_integer_dots(call: _Call, up: ProjectionLayout, down: Projection
         (ceil_div(down.n_rows, DOWN_WARPS * (32 // lanes) * rows), call.max_items),
         (DOWN_WARPS * 32,),
         (buffers.hidden, *hidden_forms, down.n_in, *call.down_arguments(down)),
-    )
-
-
-def looks_up_columns(layout: ExpertLayerLayout, n_tokens: int, n_threads: int) -> bool:
-    """Whether blocks of gate_up of single assignments ask for the pages of every expert."""
-    inputs = [projection for name in ("gate", "up") if (projection := layout.projection(name)) is not None]
-    return (
-        n_tokens <= COLUMN_TOKENS
-        and n_threads == _COLUMN_THREADS
-        and layout.n_experts <= _COLUMN_EXPERTS
-        and all(projection.rows_per_page >= _COLUMN_ROWS for projection in inputs)
     )
 
 
@@ -376,11 +357,9 @@ def experts_kernels(
             down_kind = down_shape(down.format.name, down.n_in, tile, n_tokens)
             up_kind = up_shape(tile, n_tokens, (gate_name, up.format.name))
             pair = ()
-            columns = looks_up_columns(layout, n_tokens, 32 * up_kind[0] // up_kind[1])
             for listed in (lists,) if tile > 1 else {False, lists}:
-                in_columns = columns and tile == 1 and not listed
                 pair += (
-                    up_kernel(gate_name, up.format.name, tile, *up_kind, scaled, listed, in_columns),
+                    up_kernel(gate_name, up.format.name, tile, *up_kind, scaled, listed),
                     down_kernel(down.format.name, tile, *down_kind, scaled, listed),
                 )
                 if tile == 1:

@@ -69,11 +69,10 @@ _LISTED: tuple[dict[str, int | str], dict[str, int | str]] = ({}, {"ITEM_PAGES":
 @cache
 def up_kernel(
     gate: str | None, up: str, tile: int, lanes: int, rows: int, resident: int = 512, scaled: bool = False,
-    listed: bool = False, in_columns: bool = False,
+    listed: bool = False,
 ) -> Kernel:  # fmt: skip
     """gate_up for few tokens; gate None = no gate. resident: threads that a multiprocessor must be able to hold.
-    scaled: the experts have factors. listed: every item has a list of its expert's pages. in_columns: blocks ask where
-    their rows lie of every expert."""
+    scaled: the experts have factors. listed: every item has a list of its expert's pages."""
     signature = (
         f"x_f32: f32*, x_values: i8*, x_scales: f32*, x_sums: i32*, width: i32, {_ITEMS}, {_PAGES}, {_UP_PAGES},"
         "gate_factors: f32*, up_factors: f32*, gate_bias: f32*, up_bias: f32*, hidden: f32*,"
@@ -83,7 +82,7 @@ def up_kernel(
         "FORMAT_GATE": gate or up, "FORMAT_UP": up, "GATED": int(gate is not None), "TOKEN_TILE": tile,
         "ROW_LANES": lanes, "LANE_ROWS": rows, "RESIDENT_THREADS": resident,
     }  # fmt: skip
-    defines |= _SCALED[scaled] | _LISTED[listed] | ({"PAGE_COLUMN": 1} if in_columns else {})
+    defines |= _SCALED[scaled] | _LISTED[listed]
     return Kernel("moe/moe_decode.cu", "moe_gate_up", signature, defines)
 
 
