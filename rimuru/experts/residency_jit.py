@@ -12,29 +12,29 @@ _DIGITS, _DIGIT_BITS = 6, 11
 
 @numba.njit(cache=True, nogil=True, fastmath=False)
 def _sift(keys, heap, n, root):
-    """Move heap[root] down so that the largest key is on top again."""
+    """Move heap[root], whose key is keys[root], down so that the largest key is on top again."""
     while True:
         child = 2 * root + 1
         if child >= n:
             return
-        if child + 1 < n and keys[heap[child + 1]] > keys[heap[child]]:
+        if child + 1 < n and keys[child + 1] > keys[child]:
             child += 1
-        if keys[heap[root]] >= keys[heap[child]]:
+        if keys[root] >= keys[child]:
             return
         heap[root], heap[child] = heap[child], heap[root]
+        keys[root], keys[child] = keys[child], keys[root]
         root = child
 
 
 @numba.njit(cache=True, nogil=True, fastmath=False)
-def _flagged(flags: np.ndarray, wanted: bool) -> np.ndarray:
-    """Indices int64 of the flags bool [N] that are as wanted. No branch depends on a flag: where experts come and go at
-    random, wrong guesses of the CPU would take most of the time."""
-    found = np.empty(flags.size, np.int64)
+def _flagged(flags: np.ndarray, wanted: bool, found: np.ndarray) -> int:
+    """Write the indices of the flags bool [N] that are as wanted to the beginning of found int [N]; how many. No branch
+    depends on a flag: where experts come and go at random, wrong guesses of the CPU would take most of the time."""
     n = 0
     for i in range(flags.size):
         found[n] = i
         n += flags[i] == wanted
-    return found[:n]
+    return n
 
 
 @numba.njit(cache=True, nogil=True, fastmath=False)
@@ -56,8 +56,9 @@ def in_order(keys: np.ndarray, exists: np.ndarray) -> np.ndarray:
     Digit by digit from the lowest, as bits that compare like the numbers: without comparisons, whose outcomes no CPU
     can guess, it takes a third of the time of a sort by merging.
     """
-    order = _flagged(exists, True)
-    n = order.size
+    order = np.empty(keys.size, np.int64)
+    n = _flagged(exists, True, order)
+    order = order[:n]
     sign = np.uint64(1) << np.uint64(63)
     bits, counts = np.empty(n, np.uint64), np.zeros((_DIGITS, 1 << _DIGIT_BITS), np.int32)
     mask = np.uint64((1 << _DIGIT_BITS) - 1)
@@ -107,27 +108,26 @@ def extremes(
     """Flat indices int64 of the n coldest residents, the coldest first, or of the n hottest who are absent, the hottest
     first; fewer where fewer are."""
     n_slots, width = scores.shape
-    keys, heap = np.empty(n_slots * width, np.float64), np.empty(n, np.int64)
-    n_heap, slot = 0, 0
-    for i in _flagged(resident.reshape(-1), of_residents):
-        while i >= (slot + 1) * width:  # instead of a division for each
-            slot += 1
-        expert = i - slot * width
-        if expert >= n_experts[slot]:
-            continue
-        key = _key(last_used[slot, expert], scores[slot, expert], scale, by_recency, width - expert)
-        keys[i] = key if of_residents else -key
-        if n_heap < n:
-            heap[n_heap] = i
-            n_heap += 1
-            if n_heap == n:
-                for root in range(n // 2 - 1, -1, -1):
-                    _sift(keys, heap, n, root)
-        elif n > 0 and keys[i] < keys[heap[0]]:
-            heap[0] = i
-            _sift(keys, heap, n, 0)
-    found = heap[:n_heap]
-    return found[np.argsort(keys[found], kind="mergesort")]
+    keys, heap, n_heap = np.empty(n, np.float64), np.empty(n, np.int64), 0
+    found = np.empty(width, np.int64)
+    if n == 0:
+        return heap
+    for slot in range(n_slots):
+        for i in range(_flagged(resident[slot, : n_experts[slot]], of_residents, found)):
+            expert = found[i]
+            key = _key(last_used[slot, expert], scores[slot, expert], scale, by_recency, width - expert)
+            if not of_residents:
+                key = -key
+            if n_heap < n:
+                keys[n_heap], heap[n_heap] = key, slot * width + expert
+                n_heap += 1
+                if n_heap == n:
+                    for root in range(n // 2 - 1, -1, -1):
+                        _sift(keys, heap, n, root)
+            elif key < keys[0]:
+                keys[0], heap[0] = key, slot * width + expert
+                _sift(keys, heap, n, 0)
+    return heap[:n_heap][np.argsort(keys[:n_heap], kind="mergesort")]
 
 
 @numba.njit(cache=True, nogil=True, fastmath=False)

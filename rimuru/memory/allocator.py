@@ -33,6 +33,8 @@ KIND_NAME = tuple(KIND_NUMBER)
 PINNED_OWNER = -2
 """Owner tag of pages that no plan moves (loading buffers)."""
 PAGE_KINDS: tuple[PageKind, ...] = ("expert", "ssm", "kv", "conv")
+_available = getattr(jit.available, "py_func", jit.available)
+"""Not compiled: a few numbers are read in less time than it takes to hand five arrays to compiled code."""
 
 
 def parent_kind(layout: PoolLayout, kind: Literal["kv", "conv"]) -> str:
@@ -175,7 +177,7 @@ class PageAllocator:
     def free_pages(self, kind: str) -> int:
         """How many ids of a kind could be allocated right now (each kind on its own)."""
         k = KIND_NUMBER[kind]
-        return int(jit.available(self._state, k)) if self._meta[k, jit.N_CHILD] else 0
+        return int(_available(self._state, k)) if self._meta[k, jit.N_CHILD] else 0
 
     def can_allocate(self, kind: str, n: int) -> bool:
         """True where `allocate(kind, n)` would succeed."""
