@@ -45,7 +45,7 @@ def rehearse_decisions() -> None:
     residency.absent_of(residency.coldest_first())
     paper_decision(0, 0, 1.0)
     offload_target(np.zeros(1), 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
-    shrink_pays(2, 1.0, 0.0, 0.0, 0.0)
+    shrink_pays(2, 1.0, 0.0, 0.0, 0.0, 0.0)
     cost_expand(0, 1.0, 1.0, 1.0)
 
 

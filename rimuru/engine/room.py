@@ -55,7 +55,9 @@ class CompactingRoom:
         self.decisions = DecisionLog()
         cache.make_pages = self.make_pages
 
-    def make(self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False) -> bool:
+    def make(
+        self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False, again_s: float = 0.0
+    ) -> bool:
         """See engine.scheduler.Room."""
         return self._compact(seq_id, n_tokens)
 
@@ -180,7 +182,9 @@ class ExpertRoom(CompactingRoom):
         return self.decisions.counts["shrink"]
 
     # ---- need
-    def make(self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False) -> bool:
+    def make(
+        self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False, again_s: float = 0.0
+    ) -> bool:
         """See engine.scheduler.Room. Gives up as many experts as the policy says, or none where those that may leave
         are not enough; a state's huge page is then gathered by moving what else lies in it."""
         needed = self.pages_short(seq_id, n_tokens)
@@ -195,12 +199,12 @@ class ExpertRoom(CompactingRoom):
         self._is_short = True
         if n_shrink > most or n_shrink == 0:
             return self._compact(seq_id, n_tokens)
-        if self.policy == "cost" and is_running and not self._keeps_running(n_shrink, n_running):
+        if self.policy == "cost" and is_running and not self._keeps_running(n_shrink, n_running, again_s):
             return self._compact(seq_id, n_tokens)
         n_shrunk = self.shrink(n_shrink, f"request {seq_id} needs {counted(needed, 'page')}")
         return self._compact(seq_id, n_tokens) or n_shrunk > 0
 
-    def _keeps_running(self, n_shrink: int, n_running: int) -> bool:
+    def _keeps_running(self, n_shrink: int, n_running: int, again_s: float) -> bool:
         """Policy `cost`: whether n experts give way before a running request does."""
         assert self.store is not None
         residency, rates = self.store.residency, self.store.rates
@@ -210,7 +214,7 @@ class ExpertRoom(CompactingRoom):
         n_back = round(self._used_pages() / n_running / self.pages_per_expert)
         back_s = self._link_seconds(residency.hottest_absent_indices(n_back), n_running)
         let_go_s = max(0.0, rates.link_s - back_s)
-        if shrink_pays(n_running, rates.compute_s, rates.link_s + more_s, let_go_s, rates.exposed_share):
+        if shrink_pays(n_running, rates.compute_s, rates.link_s + more_s, let_go_s, rates.exposed_share, again_s):
             rates.link_bytes += more_s * rates.link_bytes_per_s
             return True
         experts, requests = counted(n_shrink, "expert"), counted(n_running, "request")

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from rimuru.base.errors import LostPagesError, NotEnoughMemoryError
+from rimuru.engine.prefill_rate import PrefillRate
 from rimuru.engine.queue import WaitingQueue
 from rimuru.plan import PlannedTokens, StepPlan
 from rimuru.request import Sequence
@@ -62,10 +63,13 @@ class SequencePages(Protocol):
 class Room(Protocol):
     """Makes pages free by giving up something cheaper than a running request: experts."""
 
-    def make(self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False) -> bool:
+    def make(
+        self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False, again_s: float = 0.0
+    ) -> bool:
         """Free what `extend(seq_id, n_tokens)` needs; False if nothing can, or should, be given up.
 
-        n_running: requests that a longer step would slow down; is_running: this one is among them, else it is new.
+        n_running: requests that a longer step would slow down; is_running: this one is among them, else it is new;
+        again_s: what running the last one again adds to the others' steps, for each step that it would miss.
         """
 
     def admits(
@@ -88,7 +92,9 @@ class Room(Protocol):
 class NoRoom:
     """For engines whose pool holds nothing that could be given up."""
 
-    def make(self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False) -> bool:
+    def make(
+        self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False, again_s: float = 0.0
+    ) -> bool:
         return False
 
     def admits(
@@ -102,33 +108,6 @@ class NoRoom:
 
 class _LandedError(Exception):
     """A step has landed while the next one was planned: what was planned is out of date."""
-
-
-class PrefillRate:
-    """Tokens of prompts per second, from the time between the plans of two steps of which the first was mostly prompt.
-
-    Callers may pause between steps, which only ever makes a step look slow: faster ones count for more.
-    """
-
-    def __init__(self) -> None:
-        self.tokens_per_s = 0.0
-        """0 until something was measured."""
-        self._started = 0.0
-        self._n_tokens = 0
-
-    def begin(self, plan: StepPlan) -> None:
-        """A step was planned and will run now."""
-        n_prompt = sum(item.n_tokens for item in plan.items if item.n_tokens > 1)
-        self._n_tokens = plan.n_tokens if 2 * n_prompt > plan.n_tokens else 0
-        self._started = time.perf_counter()
-
-    def end(self, is_busy: bool) -> None:
-        """The next step is to be planned. is_busy: there was no time without work in between."""
-        if self._n_tokens and is_busy:
-            rate = self._n_tokens / max(time.perf_counter() - self._started, 1e-6)
-            weight = 1.0 if not self.tokens_per_s else 0.5 if rate > self.tokens_per_s else 0.1
-            self.tokens_per_s += weight * (rate - self.tokens_per_s)
-        self._n_tokens = 0
 
 
 class Scheduler:
@@ -148,7 +127,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         """Higher priorities first, then in order of admission."""
         self.n_preemptions = 0
-        self.prefill = PrefillRate()
+        self.prefill = PrefillRate(lambda: self.clock())
         self.clock: Callable[[], float] = time.perf_counter
         """Seconds since some moment; a simulation has another time."""
         self._is_start = False
@@ -241,7 +220,7 @@ class Scheduler:
         """
         n_tokens += sequence.n_in_flight  # the cache counts from what it was told of
         while not self.cache.extend(sequence.seq_id, n_tokens):
-            if self.room.make(sequence.seq_id, n_tokens, len(self.running), True):
+            if self.room.make(sequence.seq_id, n_tokens, len(self.running), True, self._again_seconds()):
                 continue
             if self.land():
                 raise _LandedError
@@ -285,6 +264,14 @@ class Scheduler:
         if rate <= 0.0:
             return False
         return self.cache.swap_seconds(sequence.seq_id) < self.cache.n_lost_tokens(sequence.seq_id) / rate
+
+    def _again_seconds(self) -> float:
+        """What the last one, running again or being brought back, would add to the others' steps, for each of its
+        tokens that are still to come."""
+        last = self.running[-1]
+        lost_s = self.prefill.added_seconds(self.cache.n_lost_tokens(last.seq_id), self.max_step_tokens)
+        again_s = min(self.cache.swap_seconds(last.seq_id), lost_s)
+        return again_s / max(1, self._likely_growth(last))
 
     def _admit(self, plan: StepPlan, budget: int) -> int:
         """Start waiting sequences in order; the first one that does not fit waits, and so do those behind it. Returns

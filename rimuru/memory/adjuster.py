@@ -30,8 +30,6 @@ CHOICE_GROWTH, MOST_CHOICES = 1.08, 96
 many of them go beyond 2,000 requests."""
 MOST_FREE_EXPANSIONS = 16
 """Experts that get pages in a step where that moves nothing: what the host does for each takes tens of microseconds."""
-KEEP_SHARE = 0.97
-"""What the others gain by letting a request go is worth so much: it has to be run again."""
 MOST_DECODE_TOKENS = 128
 """A step with more tokens is one of prompts."""
 _SMOOTHING = 0.2
@@ -131,15 +129,17 @@ def offload_target(
 
 @numba.njit(cache=True, nogil=True, fastmath=False)
 def shrink_pays(
-    n_running: int, compute_s: float, kept_link_s: float, let_go_link_s: float, exposed_share: float
+    n_running: int, compute_s: float, kept_link_s: float, let_go_link_s: float, exposed_share: float, again_s: float
 ) -> bool:
     """Whether experts give way for the next pages of a running request. The other choice is to let one request go,
-    whose pages then hold experts, and to run it again later: n / T(kept) against KEEP_SHARE * (n - 1) / T(let go)."""
+    whose pages then hold experts, and to run it again later: n / T(kept) against (n - 1) / (T(let go) + again_s).
+
+    again_s: what running it again adds to the others' steps, for each step that it misses."""
     if n_running <= 1 or compute_s <= 0.0:
         return True
     kept_s = step_seconds(compute_s, kept_link_s, exposed_share)
-    let_go_s = step_seconds(compute_s, let_go_link_s, exposed_share)
-    return n_running * let_go_s >= KEEP_SHARE * (n_running - 1) * kept_s
+    let_go_s = step_seconds(compute_s, let_go_link_s, exposed_share) + again_s
+    return n_running * let_go_s >= (n_running - 1) * kept_s
 
 
 @numba.njit(cache=True, nogil=True, fastmath=False)

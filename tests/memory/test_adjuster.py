@@ -143,10 +143,20 @@ def test_nobody_waits_for_a_rate_that_is_no_better_than_that_of_all() -> None:
 
 
 def test_running_requests_keep_their_pages_unless_experts_are_worth_more() -> None:
-    assert shrink_pays(1, 0.01, 10.0, 0.0, 0.2)  # the last one always
-    assert shrink_pays(30, 0.0, 10.0, 0.0, 0.2)  # nothing measured yet
-    assert shrink_pays(30, 0.01, 0.001, 0.0, 0.2)
-    assert not shrink_pays(30, 0.01, 0.030, 0.010, 0.2)
+    assert shrink_pays(1, 0.01, 10.0, 0.0, 0.2, 0.0)  # the last one always
+    assert shrink_pays(30, 0.0, 10.0, 0.0, 0.2, 0.0)  # nothing measured yet
+    assert shrink_pays(30, 0.01, 0.001, 0.0, 0.2, 0.0)
+    assert not shrink_pays(30, 0.01, 0.030, 0.010, 0.2, 0.0)
+
+
+def test_who_gives_way_costs_what_running_it_again_adds() -> None:
+    """One of 50 is 2% of the tokens. Steps of 10.3 instead of 10 ms are worth it, until running it again takes them."""
+    kept_s, let_go_s = 0.0015, 0.0
+    assert step_seconds(0.010, kept_s, 0.2) == pytest.approx(0.0103)
+    assert not shrink_pays(50, 0.010, kept_s, let_go_s, 0.2, 0.0)
+    assert not shrink_pays(50, 0.010, kept_s, let_go_s, 0.2, 0.00009)
+    assert shrink_pays(50, 0.010, kept_s, let_go_s, 0.2, 0.0001)
+    assert shrink_pays(30, 0.010, kept_s, let_go_s, 0.2, 0.0)  # one of 30 is more than they gain
 
 
 def test_cost_expands_no_faster_than_the_link_carries() -> None:
