@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,6 +168,54 @@ def test_a_profile_that_does_not_fit_is_left_aside(tmp_path: Path, caplog: pytes
         assert find_profile(model, LAYOUT, "qwen3moe") is None
         with pytest.raises(BadInputError):
             load_profile(profile_path(model))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data["layers"][0]["counts"].__setitem__(0, 10**30),
+        lambda data: data["layers"][0]["counts"].__setitem__(0, 1e308),
+        lambda data: data["layers"][0]["counts"].__setitem__(0, float("nan")),
+        lambda data: data["layers"][0]["counts"].__setitem__(0, 3.5),
+        lambda data: data["layers"][0]["counts"].__setitem__(0, True),
+        lambda data: data["layers"][0]["counts"].__setitem__(0, 21),  # of 20 tokens
+        lambda data: data["layers"][0]["counts"].__setitem__(0, -1),
+        lambda data: data["layers"][1]["counts"].pop(),
+        lambda data: data["layers"][1]["counts"].append(1),
+        lambda data: data["layers"][1].update(counts=[0, 0, 0, 0]),
+        lambda data: data["layers"][1].update(counts=[]),
+        lambda data: data["layers"][1].update(counts=7),
+        lambda data: data["layers"][1].update(layer=10**30),
+        lambda data: data["layers"].pop(),
+        lambda data: data.update(layers=None),
+        lambda data: data.update(n_tokens=-20),
+        lambda data: data.update(n_tokens=0),
+        lambda data: data.update(n_tokens=10**30),
+        lambda data: data.update(n_tokens=20.0),
+        lambda data: data.update(model="m" * 10**6 + "\n", architecture="\x1b[31m"),
+        lambda data: data.pop("model"),
+    ],
+)
+def test_a_damaged_profile_is_one_warning_line_and_ignored(
+    damage: Callable[[dict[str, Any]], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tmp_path / "m.gguf"
+    save_profile(profile(), LAYOUT, profile_path(model))
+    data = json.loads(profile_path(model).read_text())
+    damage(data)
+    profile_path(model).write_text(json.dumps(data))
+    assert find_profile(model, LAYOUT, "qwen3moe") is None
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert record.levelname == "WARNING" and len(message) < 1000 and message.isprintable()
+    assert "run `rimuru profile` again" in message
+
+
+def test_a_profile_nested_without_end_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tmp_path / "m.gguf"
+    profile_path(model).write_text("[" * 10**6)
+    assert find_profile(model, LAYOUT, "qwen3moe") is None
+    assert len(caplog.records) == 1
 
 
 # ---- the synthetic router
