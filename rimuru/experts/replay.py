@@ -12,7 +12,6 @@ File: .npz with `ids` (integers), `n_experts` (one number), `source` (text).
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from rimuru.base.errors import BadInputError
+from rimuru.base.screen import brief
 from rimuru.experts.routing import SyntheticRouter
 from rimuru.plan import PlannedTokens
 
@@ -119,10 +119,13 @@ def load_recording(path: Path, n_layers: int, n_experts: int, top_k: int, stride
     try:
         with np.load(path, allow_pickle=False) as stored:
             ids = _checked_ids(path, stored["ids"], n_layers, n_experts, top_k)
-            return Recording(ids, n_experts, f"recorded, {path.name}: {stored['source']}", min(stride_tokens, len(ids)))
+            source = brief(str(stored["source"]), 200)
+            return Recording(ids, n_experts, f"recorded, {path.name}: {source}", min(stride_tokens, len(ids)))
+    except BadInputError:
+        raise
     except OSError as error:
         raise BadInputError(f"cannot read {path}: {error.strerror or error}") from None
-    except (KeyError, ValueError, EOFError, zipfile.BadZipFile):
+    except Exception:  # of zipfile, zlib and the reader of headers, which each have their own for damaged bytes
         raise BadInputError(
             f"{path} is no recorded routing; write one with `rimuru profile MODEL -f TEXT --record FILE`"
         ) from None

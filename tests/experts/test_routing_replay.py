@@ -142,5 +142,29 @@ def test_wrong_recordings_are_refused(model: Path, tmp_path: Path) -> None:
             load_recording(noise, 3, 8, 2, 4)
     with pytest.raises(BadInputError, match="cannot read"):
         load_recording(tmp_path / "absent.npz", 3, 8, 2, 4)
+    with pytest.raises(BadInputError, match="cannot read"):
+        load_recording(tmp_path, 3, 8, 2, 4)
     with LLM(model, device="cpu") as llm, pytest.raises(BadInputError, match="unknown router"):
         use_routing(llm, "synthetic", "nobody", None, 1, 8, 0)
+
+
+def test_a_damaged_recording_is_refused_whatever_is_damaged(tmp_path: Path) -> None:
+    """zlib, zipfile and numpy's reader of headers each raise errors of their own."""
+    rng = np.random.default_rng(3)
+    path = tmp_path / "routing.npz"
+    save_recording(path, rng.integers(0, 8, (400, 3, 2)), 8, "text")
+    whole, n_refused = path.read_bytes(), 0
+    assert len(whole) > 1000
+    for place in [600, *rng.integers(0, len(whole) - 4, 300).tolist()]:
+        path.write_bytes(whole[:place] + b"AAAA" + whole[place + 4 :])
+        try:
+            load_recording(path, 3, 8, 2, 4)
+        except BadInputError as error:
+            n_refused += 1
+            assert str(path) in str(error)
+        else:
+            assert place != 600
+    assert n_refused > 200  # others hit dates and the like
+    np.save(bare := tmp_path / "bare.npy", np.zeros((4, 3, 2), np.int32))
+    with pytest.raises(BadInputError, match="no recorded routing"):
+        load_recording(bare, 3, 8, 2, 4)
