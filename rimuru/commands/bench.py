@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from rimuru.arch.spec import MoeSpec
+from rimuru.arch.registry import read_config
+from rimuru.arch.spec import ModelConfig, MoeSpec
 from rimuru.base.errors import BadInputError
 from rimuru.base.units import ceil_div
-from rimuru.commands.common import note, open_llm, print_json
+from rimuru.commands.common import note, open_llm, print_json, seed_of
+from rimuru.commands.planned import planned_model
 from rimuru.experts.device_store import DeviceExpertStore
-from rimuru.experts.replay import RoutingReplay, load_recording, record_router
+from rimuru.experts.replay import RoutingReplay, check_readable, load_recording, record_router
 from rimuru.experts.routing import SyntheticRouter, router_for, router_name
 from rimuru.llm import LLM
 from rimuru.request import SamplingParams, Sequence
@@ -31,6 +33,8 @@ def bench(args: argparse.Namespace) -> int:
     """Measure and print. Prompts are random token ids; answers are sampled at temperature 1 and never end early."""
     longest = max(max(args.prefill, default=1) + 1, PROMPT_TOKENS + args.new)
     most = max(args.streams, default=1)
+    tokens = PROMPT_TOKENS + args.new
+    check_routing(args.model, args.routing, args.router, args.topics, tokens)
 
     def check(llm: LLM) -> None:
         if longest > llm.context_length:
@@ -39,9 +43,8 @@ def bench(args: argparse.Namespace) -> int:
     with open_llm(args, check, max_sequences=most, prefix_cache=False) as llm:
         if not args.quiet:
             note("warming up (the first run on a machine compiles kernels)")
-        tokens = PROMPT_TOKENS + args.new
-        use_routing(llm, args.routing, args.router, args.topics, most, tokens, args.seed or 0)
-        result = measure(llm, args.prefill, args.streams, args.new, args.repeats, args.seed or 0)
+        use_routing(llm, args.routing, args.router, args.topics, most, tokens, seed_of(args))
+        result = measure(llm, args.prefill, args.streams, args.new, args.repeats, seed_of(args))
     if args.json:
         print_json(result)
     else:
@@ -51,6 +54,32 @@ def bench(args: argparse.Namespace) -> int:
         print(f"hit rate {result['hit_rate']:.3f}, {result['bytes_over_link_per_token']:.0f} bytes read per token")
         print(f"routing: {result['routing']}")
     return 0
+
+
+def check_routing(model: str, routing: str, router: str, n_topics: int | None, n_tokens: int) -> None:
+    """Raises BadInputError for what `use_routing` would refuse, from the model's headers: before its weights are
+    loaded; and for options that it would not look at."""
+    if routing != "synthetic" and (router != "auto" or n_topics is not None):
+        option = "--router" if router != "auto" else "--topics"
+        raise BadInputError(f"{option} is of the synthetic router, which --routing {routing} does not use")
+    if routing == "model":
+        return
+    router_name(0, router)  # a wrong name, whatever the model
+    if routing != "synthetic":
+        check_readable(Path(routing))
+    with planned_model(model, "") as gguf:
+        shape = _expert_shape(read_config(gguf), routing)
+    if routing != "synthetic":
+        load_recording(Path(routing), *shape, n_tokens)
+
+
+def _expert_shape(config: ModelConfig, routing: str) -> tuple[int, int, int]:
+    """(layers with experts, experts of each, of which a token uses so many)."""
+    specs = [layer.ffn for layer in config.layers if isinstance(layer.ffn, MoeSpec)]
+    shapes = {(spec.n_experts, spec.top_k) for spec in specs}
+    if len(shapes) != 1:
+        raise BadInputError(f"--routing {routing} needs a model whose layers of experts are alike")
+    return len(specs), *shapes.pop()
 
 
 def use_routing(
@@ -66,19 +95,15 @@ def use_routing(
     loaded.engine.replay = None
     if routing == "model":
         return
-    specs = [layer.ffn for layer in loaded.config.layers if isinstance(layer.ffn, MoeSpec)]
-    shapes = {(spec.n_experts, spec.top_k) for spec in specs}
-    if len(shapes) != 1:
-        raise BadInputError(f"--routing {routing} needs a model whose layers of experts are alike")
-    n_experts, top_k = shapes.pop()
+    n_layers, n_experts, top_k = _expert_shape(loaded.config, routing)
     if routing == "synthetic":
         name = router_name(n_experts, router)
-        made = SyntheticRouter(len(specs), n_experts, top_k, router_for(n_experts, name), seed, n_topics)
+        made = SyntheticRouter(n_layers, n_experts, top_k, router_for(n_experts, name), seed, n_topics)
         n_made = ceil_div(max(2 * n_streams, MIN_STREAMS), n_topics or 1) * (n_topics or 1)
         label = f"synthetic {name}" + (f", {n_topics} topics" if n_topics else "")
         recording = record_router(made, n_made, n_tokens, label)
     else:
-        recording = load_recording(Path(routing), len(specs), n_experts, top_k, n_tokens)
+        recording = load_recording(Path(routing), n_layers, n_experts, top_k, n_tokens)
     foretells = isinstance(loaded.store, DeviceExpertStore) and loaded.store.may_foresee
     loaded.engine.replay = RoutingReplay(recording, foretells)
 

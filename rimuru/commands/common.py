@@ -120,6 +120,11 @@ def config_keywords(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def seed_of(args: argparse.Namespace) -> int:
+    """--seed for generators, which take no negative numbers, as the engine maps it: any whole number is one."""
+    return (args.seed or 0) % (1 << 64)
+
+
 def open_llm(args: argparse.Namespace, check: Callable[[LLM], object] | None = None, **more: Any) -> LLM:
     """Load the model of the command line, with progress and a summary on stderr.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rimuru.base.errors import BadInputError
 from rimuru.base.units import human_bytes, parse_bytes
-from rimuru.commands.common import print_json
+from rimuru.commands.common import print_json, seed_of
 from rimuru.commands.planned import planned_model
 from rimuru.config import parse_share
 from rimuru.engine.build import ELEMENT_BYTES
@@ -29,7 +29,7 @@ def simulate(args: argparse.Namespace) -> int:
             raise BadInputError(f"--{name.replace('_', '-')} must be more than 0")
     settings = settings_of(args)
     with planned_model(args.model, args.quant) as gguf:  # first: a wrong name is named first
-        trace = read_trace(args.trace, args.requests, args.stretch, args.rate, args.seed or 0)
+        trace = read_trace(args.trace, args.requests, args.stretch, args.rate, seed_of(args))
         simulation = Simulation(gguf, settings)
         result = simulation.run(trace)
     layout = simulation.layout
@@ -66,7 +66,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         ways=Ways(args.in_place, args.prefetch, bool(args.prediction)),
         router=args.router,
         n_topics=args.topics,
-        seed=args.seed or 0,
+        seed=seed_of(args),
         audit=args.audit,
     )
 
@@ -84,7 +84,7 @@ def describe(args: argparse.Namespace, settings: Settings) -> dict[str, object]:
         "admission": settings.admission,
         "memory_bytes": settings.memory_bytes,
         "card": dataclasses.asdict(card),
-        "seed": settings.seed,
+        "seed": args.seed or 0,
     }
 
 

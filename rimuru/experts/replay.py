@@ -114,6 +114,17 @@ def save_recording(path: Path, ids: np.ndarray, n_experts: int, source: str) -> 
         np.savez_compressed(file, ids=small, n_experts=n_experts, source=source)
 
 
+def check_readable(path: Path) -> None:
+    """Raises BadInputError where there is no file that may be read: before its model is opened."""
+    try:
+        path.open("rb").close()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadInputError(
+            f"cannot read {path}: {reason}; --routing takes model, synthetic, or a file of `rimuru profile --record`"
+        ) from None
+
+
 def load_recording(path: Path, n_layers: int, n_experts: int, top_k: int, stride_tokens: int) -> Recording:
     """Read a recording and check that it is one of a model of this shape. Raises BadInputError in one line."""
     try:

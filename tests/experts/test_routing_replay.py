@@ -12,6 +12,7 @@ from rimuru import LLM, SamplingParams
 from rimuru.base.errors import BadInputError
 from rimuru.batch import Batch
 from rimuru.cli import main
+from rimuru.commands import bench as bench_module
 from rimuru.commands.bench import routing_label, use_routing
 from rimuru.experts.replay import Recording, RoutingReplay, load_recording, record_router, save_recording
 from rimuru.experts.routing import SyntheticRouter, router_for
@@ -113,6 +114,49 @@ def test_bench_labels_its_routing(model: Path, capsys: pytest.CaptureFixture[str
         assert main([*base, *more]) == 0
         result = json.loads(capsys.readouterr().out)
         assert result["routing"] == label and result["decode_tokens_per_second"]["2"] > 0
+
+
+BENCH = ["--device", "cpu", "--prefill", "20", "--streams", "1", "--new", "4", "--repeats", "1", "--ctx", "128", "-q"]
+
+
+def test_a_routing_that_cannot_be_used_is_refused_before_weights_are_loaded(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loads(*_: object, **__: object) -> None:
+        raise AssertionError("the model was loaded in vain")
+
+    monkeypatch.setattr(bench_module, "open_llm", loads)
+    damaged, other = tmp_path / "damaged.npz", tmp_path / "other.npz"
+    save_recording(damaged, np.zeros((400, 3, 2), np.int32), 8, "text")
+    damaged.write_bytes(damaged.read_bytes()[:-20])
+    save_recording(other, np.zeros((4, 77, 2), np.int32), 8, "text")
+    dense = write_random_model(tmp_path / "dense.gguf", arch="llama", quant="q8_0")
+    for path, words, needle in (
+        (model, ["--routing", str(tmp_path / "none.npz")], "none.npz"),
+        (model, ["--routing", str(tmp_path)], "directory"),
+        (model, ["--routing", "synthetix"], "model, synthetic"),
+        (model, ["--routing", str(damaged)], "no recorded routing"),
+        (model, ["--routing", str(other)], "77"),
+        (model, ["--routing", "synthetic", "--router", "NOPE"], "unknown router 'NOPE'"),
+        (model, ["--router", "glm-5.2"], "--router"),
+        (model, ["--topics", "3"], "--topics"),
+        (model, ["--routing", str(other), "--topics", "3"], "--topics"),
+        (dense, ["--routing", "synthetic"], "layers of experts"),
+    ):
+        assert main(["bench", str(path), *BENCH, *words]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert needle in line and "internal error" not in line
+
+
+def test_any_whole_number_is_a_seed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("prompt_tokens,output_tokens\n20,4\n")
+    for seed in ("-1", str(1 << 70)):
+        assert main(["bench", str(model), *BENCH, "--routing", "synthetic", "--seed", seed]) == 0
+        simulate = ["simulate", str(model), "--trace", str(trace), "--memory", "1GiB", "--rate", "5", "--json"]
+        capsys.readouterr()
+        assert main([*simulate, "--seed", seed]) == 0
+        assert json.loads(capsys.readouterr().out)["seed"] == int(seed)
 
 
 def test_padded_rows_use_the_first_rows_experts() -> None:
