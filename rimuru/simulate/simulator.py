@@ -270,7 +270,7 @@ class Simulation:
         return True
 
     def _sequence(self, number: int, request: TraceRequest) -> Sequence:
-        tokens = [(number + 1) << 12] * request.n_prompt  # no other request's, so that nothing is shared by accident
+        tokens = [_own_token(number)] * request.n_prompt  # no other request's, so that nothing is shared by accident
         for block, prefix in enumerate(request.prefix):
             start = block * PREFIX_BLOCK_TOKENS
             stop = min(start + PREFIX_BLOCK_TOKENS, request.n_prompt)
@@ -329,7 +329,7 @@ class Simulation:
             sequence.n_cached += item.n_tokens
             if not item.samples:
                 continue
-            sequence.append((sequence.seq_id + 1) << 12 | 1)
+            sequence.append(_own_token(sequence.seq_id) | 1)
             recorder.token(sequence, now)
             if sequence.finish_reason is not None:
                 self._end(sequence)
@@ -339,6 +339,11 @@ class Simulation:
         self.pool.audit()
         self.cache.audit()
         self.store.audit()
+
+
+def _own_token(number: int) -> int:
+    """A token id (int32) that only this request has; they come again after half a million requests."""
+    return (number + 1) % (1 << 19) << 12
 
 
 def _never(n_pages: int) -> bool:

@@ -181,7 +181,7 @@ def test_traces_of_all_kinds(tmp_path: Path) -> None:
     plain, timed, blocks, bad = (tmp_path / name for name in ("a.csv", "b.csv", "c.jsonl", "d.csv"))
     plain.write_text("prompt_tokens,output_tokens\n5,6\n7,8\n9,10\n")
     timed.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:04.4799600,20,0\n2023-11-16 18:17:03.9799600,10,3\n"
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:04.4799600,20,1\n2023-11-16 18:17:03.9799600,10,3\n"
     )
     blocks.write_text('{"timestamp": 2000, "input_length": 600, "output_length": 5, "hash_ids": [3, 4]}\n')
     assert read_trace(plain, 2) == [TraceRequest(0.0, 5, 6), TraceRequest(0.0, 7, 8)]
