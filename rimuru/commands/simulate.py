@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
+import math
+from collections import Counter
 from pathlib import Path
 
+from rimuru.arch.common import Gguf
+from rimuru.arch.registry import read_config
+from rimuru.arch.shapes import ShapeGguf
 from rimuru.base.errors import BadInputError
 from rimuru.base.units import human_bytes, parse_bytes
 from rimuru.commands.common import print_json, seed_of
 from rimuru.commands.planned import planned_model
-from rimuru.config import parse_share
+from rimuru.config import EngineConfig, parse_share
 from rimuru.engine.build import ELEMENT_BYTES
 from rimuru.simulate.cards import RATES, Card, card_named
 from rimuru.simulate.report import Result, write_plot
 from rimuru.simulate.simulator import Settings, Simulation
 from rimuru.simulate.timing import Ways
-from rimuru.simulate.traces import read_trace
+from rimuru.simulate.traces import cut_to_context, read_trace
+
+log = logging.getLogger(__name__)
 
 
 def simulate(args: argparse.Namespace) -> int:
     """Run the trace, print the report, write the plot."""
-    for name in ("requests", "max_step_tokens", "max_sequences", "topics"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise BadInputError(f"--{name.replace('_', '-')} must be at least 1")
-    for name in ("stretch", "rate"):
-        if getattr(args, name) is not None and not getattr(args, name) > 0:
-            raise BadInputError(f"--{name.replace('_', '-')} must be more than 0")
+    check_options(args)
     settings = settings_of(args)
     with planned_model(args.model, args.quant) as gguf:  # first: a wrong name is named first
         trace = read_trace(args.trace, args.requests, args.stretch, args.rate, seed_of(args))
+        context_tokens = context_of(gguf, args.ctx)
+        trace, n_cut = cut_to_context(trace, context_tokens)
+        if n_cut:
+            what = f"{n_cut:,} of {len(trace):,} requests were longer than the context"
+            log.warning("%s of %d tokens and are cut to it", what, context_tokens)
+        quant = quant_of(gguf, args.quant)
         simulation = Simulation(gguf, settings)
         result = simulation.run(trace)
     layout = simulation.layout
@@ -37,10 +46,43 @@ def simulate(args: argparse.Namespace) -> int:
         kinds = ("expert", "kv", "ssm", "conv")
         write_plot({args.policy: result}, {kind: layout.page_bytes(kind) for kind in kinds}, args.plot)  # type: ignore[arg-type]
     if args.json:
-        print_json(describe(args, settings) | result.as_dict(timeline=not args.no_timeline))
+        print_json(describe(args, settings, quant) | result.as_dict(timeline=not args.no_timeline))
     else:
         print(format_result(result))
     return 0
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raises BadInputError for numbers out of their ranges, and for what cannot be simulated."""
+    for name, least in (
+        ("requests", 1), ("max_step_tokens", 1), ("max_sequences", 1), ("topics", 1), ("buffer_experts", 0)
+    ):  # fmt: skip
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            raise BadInputError(f"--{name.replace('_', '-')} must be at least {least}")
+    for name in ("stretch", "rate"):
+        if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
+            raise BadInputError(f"--{name.replace('_', '-')} must be more than 0, and finite")
+    if args.device == "cpu":
+        raise BadInputError("simulate knows the rates of cards (--card), not of CPUs; leave out --device")
+    EngineConfig(context=args.ctx, expert_offload_limit=args.expert_offload_limit)  # refuses as `run` does
+
+
+def context_of(gguf: Gguf, asked_tokens: int | None) -> int:
+    """Tokens that a request may have: as many as the model's context has, or --ctx, which may be less."""
+    longest = read_config(gguf).context_length
+    if asked_tokens is not None and asked_tokens > longest:
+        raise BadInputError(f"--ctx {asked_tokens} is more than the model's context of {longest} tokens")
+    return asked_tokens or longest
+
+
+def quant_of(gguf: Gguf, shape_quant: str) -> str:
+    """What a shape was given, or the formats that have a hundredth or more of a file's bytes, the most first."""
+    if isinstance(gguf, ShapeGguf):
+        return shape_quant
+    n_bytes: Counter[str] = Counter()
+    for info in gguf.tensors.values():
+        n_bytes[info.format.name] += info.n_bytes
+    return "/".join(name for name, n in n_bytes.most_common() if 100 * n >= sum(n_bytes.values()))
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
@@ -71,12 +113,12 @@ def settings_of(args: argparse.Namespace) -> Settings:
     )
 
 
-def describe(args: argparse.Namespace, settings: Settings) -> dict[str, object]:
+def describe(args: argparse.Namespace, settings: Settings, quant: str) -> dict[str, object]:
     """What was simulated, for the report."""
     card: Card = settings.card
     return {
         "model": args.model,
-        "quant": args.quant,
+        "quant": quant,
         "trace": Path(args.trace).name,
         "routing": f"synthetic ({settings.router})",
         "policy": settings.policy,

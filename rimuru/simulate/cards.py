@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -64,8 +65,8 @@ def card_named(name: str, rates: Mapping[str, float | None] | None = None) -> Ca
         raise BadInputError(f"unknown card {name!r}; known: {', '.join(CARDS)}")
     given = {key: value for key, value in (rates or {}).items() if value is not None}
     for key, value in given.items():
-        if not value > 0:
-            raise BadInputError(f"--{key.replace('_', '-')} must be more than 0")
+        if not 0 < value < math.inf:
+            raise BadInputError(f"--{key.replace('_', '-')} must be more than 0, and finite")
     return replace(CARDS[name], **given)  # type: ignore[arg-type]
 
 
