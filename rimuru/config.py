@@ -71,6 +71,8 @@ class EngineConfig:
             raise BadInputError(f"max_sequences must be at most {MAX_SEQUENCES}, got {self.max_sequences}")
         if self.resident_experts is not None:
             object.__setattr__(self, "resident_experts", parse_share(self.resident_experts))
+            if self.policy == "static" and repr(self.resident_experts) != "1.0":  # 1 is one expert
+                raise BadInputError("policy static keeps all experts; for a number or share of them use policy fixed")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise BadInputError(f"seed must be a whole number, got {self.seed!r}")
         limit = self.expert_offload_limit

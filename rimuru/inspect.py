@@ -25,12 +25,18 @@ _LOGIT_ROWS = 64
 
 
 def inspect_model(
-    gguf: Gguf, kv_element_bytes: int, memory_bytes: int | None, scratch_bytes: int | None = None
+    gguf: Gguf,
+    kv_element_bytes: int,
+    memory_bytes: int | None,
+    scratch_bytes: int | None = None,
+    kept_experts: int | None = None,
+    context: int | None = None,
 ) -> dict[str, Any]:
     """Facts, layout and fit of a model (an open file, or shapes.shape_gguf) as a dict for JSON.
 
     memory_bytes: everything on the device (dense weights, scratch, pool); None = no limit, then no requests are
-    counted. scratch_bytes: what a backend says it needs; None = an estimate.
+    counted. scratch_bytes: what a backend says it needs; None = an estimate. kept_experts: so many stay, and no others;
+    None = as many as fit. context: the longest request to count; None = the model's.
     Raises FileFormatError and UnsupportedModelError as read_config and check_tensors do.
     """
     config = read_config(gguf)
@@ -65,7 +71,7 @@ def inspect_model(
             "pages_per_expert": _pages_per_expert(layout),
             "kv_groups": _kv_groups(layout),
         },
-        "fits": _fits(config, layout, pool_bytes),
+        "fits": _fits(config, layout, pool_bytes, kept_experts, context),
         "notes": _notes(config, layout, memory_bytes, pool_bytes),
     }
 
@@ -190,8 +196,11 @@ def _kv_groups(layout: PoolLayout) -> list[dict[str, Any]]:
     ]
 
 
-def _fits(config: ModelConfig, layout: PoolLayout, pool_bytes: int | None) -> dict[str, Any]:
-    """resident_experts: beside nothing else. requests_by_context: with two layers' worth of a token's experts left."""
+def _fits(
+    config: ModelConfig, layout: PoolLayout, pool_bytes: int | None, kept_experts: int | None, context: int | None
+) -> dict[str, Any]:
+    """resident_experts: beside nothing else. requests_by_context: with two layers' worth of a token's experts left, and
+    beside the experts that stay."""
     total = layout.expert.n_experts if layout.expert else 0
     if pool_bytes is None:
         return {"resident_experts": total, "total_experts": total, "requests_by_context": {}, "huge_pages": None}
@@ -202,7 +211,11 @@ def _fits(config: ModelConfig, layout: PoolLayout, pool_bytes: int | None) -> di
         resident = min(total, int(n_pages / _pages_per_expert(layout)))
         top_k = max(layer.ffn.top_k for layer in config.moe_layers if isinstance(layer.ffn, MoeSpec))
         floor_pages = 2 * top_k * layout.expert.max_pages
-    contexts = sorted({n for n in CONTEXTS_TOKENS if n < config.context_length} | {config.context_length})
+        if kept_experts is not None:
+            resident = min(resident, kept_experts)
+            floor_pages += int(kept_experts * _pages_per_expert(layout))
+    longest = context or config.context_length
+    contexts = sorted({n for n in CONTEXTS_TOKENS if n < longest} | {longest})
     by_context = {str(n): requests_that_fit(layout, n_huge, n, floor_pages) for n in contexts}
     return {
         "resident_experts": resident,

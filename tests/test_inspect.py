@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,64 @@ def test_a_window_bounds_a_request() -> None:
     assert layout.kv is not None
     full = [group for group in layout.kv.groups if group.window is None]
     assert long["kv"] - short["kv"] == pytest.approx(sum(8192 / group.page_tokens for group in full), abs=len(full))
+
+
+def plan(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    assert main(["inspect", "demo", "--device", "cpu", "--json", *options]) == 0
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
+
+
+def test_experts_that_stay_are_counted_and_what_does_not_start_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    free = plan(capsys, "--memory", "14MB")
+    assert free["starts"] and free["forecast"]["tokens_per_s"] > 0
+    total = free["fits"]["total_experts"]
+    for options, word in (
+        (["--policy", "static"], "--policy static"),
+        (["--resident-experts", "1.0"], f"the {total} experts"),
+        (["--resident-experts", str(total)], "--resident-experts"),
+        (["--memory", "9MB", "--ctx", "2000"], "2000 tokens; give more --memory or a smaller --ctx"),
+    ):
+        report = plan(capsys, "--memory", "14MB", *options)
+        assert not report["starts"] and report["forecast"]["tokens_per_s"] is None
+        assert [note for note in report["notes"] if "would not start" in note and word in note], report["notes"]
+        arguments = ["run", "demo", "--device", "cpu", "-q", "-p", "x", "-n", "1", "--memory", "14MB", *options]
+        assert main(arguments) == 2
+        assert "--memory" in capsys.readouterr().err
+    few = plan(capsys, "--memory", "14MB", "--resident-experts", "5")
+    assert few["starts"] and few["fits"]["resident_experts"] == 5
+    assert few["fits"]["requests_by_context"]["1024"] >= free["fits"]["requests_by_context"]["1024"] - 1
+    fixed = plan(capsys, "--memory", "14MB", "--policy", "fixed")
+    with LLM("demo", memory="14MB", device="cpu", policy="fixed") as llm:
+        resident = sum(llm.memory()["resident_experts"])
+    assert fixed["fits"]["resident_experts"] == pytest.approx(resident, rel=0.25) and fixed["starts"]
+    assert plan(capsys, "--memory", "40MB", "--policy", "static")["starts"]
+
+
+def test_a_context_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(plan(capsys, "--memory", "60MB", "--ctx", "1500")["fits"]["requests_by_context"]) == ["1024", "1500"]
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--resident-experts", "2.0"], "resident experts"),
+        (["--resident-experts", "99999"], "99999"),
+        (["--expert-offload-limit", "-1"], "expert_offload_limit"),
+        (["--ctx", "999999999"], "999999999"),
+        (["--ctx", "0"], "context"),
+        (["--threads", "-3"], "threads"),
+        (["--policy", "static", "--resident-experts", "0.5"], "static"),
+        (["--policy", "static", "--resident-experts", "1"], "static"),
+    ],
+)
+@pytest.mark.parametrize("command", [["inspect"], ["run", "-p", "x"]])
+def test_the_plan_refuses_what_a_start_would(
+    command: list[str], options: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command[0], "demo", *command[1:], "--device", "cpu", "-q", "--memory", "60MB", *options]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert word in line and "internal error" not in line
 
 
 def test_a_file(tmp_path: Path) -> None:

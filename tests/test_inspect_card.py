@@ -57,6 +57,19 @@ def test_what_cannot_be_planned_is_one_line(moe: Path, capsys: pytest.CaptureFix
     assert "the model does not fit" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("no_card")
+def test_the_policy_decides_what_fits_on_a_card(moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["inspect", "qwen3-30b-a3b", "--card", "rtx4090", "--memory", "14GB", "--json"]
+    found = {}
+    for policy in ("cost", "static", "fixed"):
+        assert main([*options, "--policy", policy]) == 0
+        found[policy] = json.loads(capsys.readouterr().out)
+    assert not found["static"]["starts"] and found["static"]["forecast"]["tokens_per_s"] == {}
+    assert found["cost"]["starts"] and found["fixed"]["starts"]
+    assert 0 < found["fixed"]["fits"]["resident_experts"] < found["cost"]["fits"]["resident_experts"]
+    assert found["fixed"]["forecast"]["hit_rate"] < found["cost"]["forecast"]["hit_rate"]
+
+
 def test_a_published_model_needs_no_file(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--card", "rtx4090", "--memory", "14GB", "--json"]
     resident = {}

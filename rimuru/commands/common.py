@@ -125,12 +125,17 @@ def seed_of(args: argparse.Namespace) -> int:
     return (args.seed or 0) % (1 << 64)
 
 
+def checked_config(args: argparse.Namespace) -> EngineConfig:
+    """What the common options ask for. Raises BadInputError for values that no model could be loaded with."""
+    return EngineConfig(**{k: v for k, v in config_keywords(args).items() if k in _CONFIG_FIELDS})
+
+
 def open_llm(args: argparse.Namespace, check: Callable[[LLM], object] | None = None, **more: Any) -> LLM:
     """Load the model of the command line, with progress and a summary on stderr.
 
     `check` may refuse what the user wants of this model; it runs before the summary, so that a refusal is one line.
     """
-    EngineConfig(**{k: v for k, v in config_keywords(args).items() if k in _CONFIG_FIELDS})  # refuse bad options first
+    checked_config(args)
     bars = LoadBars(args.quiet)
     try:
         llm = LLM(args.model, progress=bars, **{**config_keywords(args), **more})

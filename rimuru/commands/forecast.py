@@ -52,7 +52,7 @@ def before_loading(report: Mapping[str, Any], n_threads: int) -> dict[str, Any]:
     """
     n_bytes = sum(report["bytes_per_token"].values())
     rate = memory_read_rate(n_threads)
-    runs = n_bytes > 0 and report["fits"]["huge_pages"] != 0
+    runs = n_bytes > 0 and report["fits"]["huge_pages"] != 0 and report.get("starts", True)
     return {"bytes_per_token": n_bytes, "memory_bytes_per_s": rate, "tokens_per_s": rate / n_bytes if runs else None}
 
 
@@ -68,11 +68,18 @@ def before_loading_text(forecast: Mapping[str, Any]) -> str:
 
 
 def on_card(
-    gguf: Gguf, card: Card, memory_bytes: int, scratch_bytes: int, kv_element_bytes: int, ram_bytes: int | None = None
+    gguf: Gguf,
+    card: Card,
+    memory_bytes: int,
+    scratch_bytes: int,
+    kv_element_bytes: int,
+    ram_bytes: int | None = None,
+    **asked: Any,
 ) -> dict[str, Any]:
     """For `rimuru inspect` on a card: what answers to STREAMS prompts at once, and one prompt of PROMPT_TOKENS, would
     take, by the control plane and the time model of `rimuru simulate` with a synthetic router.
 
+    asked: further settings (policy, resident_experts and the like).
     Keys: card, memory_bytes_per_s, link_bytes_per_s, tokens_per_s {"1": x, "8": y} (all streams together), hit_rate of
     one stream, prefill_tokens_per_s {"512": z}; the last three are empty or None where the model does not fit.
     """
@@ -81,8 +88,9 @@ def on_card(
         "tokens_per_s": {}, "hit_rate": None, "prefill_tokens_per_s": {},
     }  # fmt: skip
     settings = Settings(
-        memory_bytes, as_used(card), scratch_bytes=scratch_bytes, kv_element_bytes=kv_element_bytes, ram_bytes=ram_bytes
-    )
+        memory_bytes, as_used(card), scratch_bytes=scratch_bytes, kv_element_bytes=kv_element_bytes,
+        ram_bytes=ram_bytes, **asked,
+    )  # fmt: skip
     is_moe = bool(read_config(gguf).moe_layers)
     try:
         for n in STREAMS:

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from typing import Any
 
 import psutil
 
 import rimuru.ops as backends
 from rimuru.arch.common import Gguf
 from rimuru.arch.registry import read_config
+from rimuru.arch.spec import ModelConfig
 from rimuru.base.errors import BadInputError
-from rimuru.base.units import GIB, parse_bytes
-from rimuru.commands.common import print_json
+from rimuru.base.units import GIB, human_bytes, parse_bytes
+from rimuru.commands.common import checked_config, print_json
 from rimuru.commands.forecast import before_loading, before_loading_text, on_card, on_card_text
 from rimuru.commands.planned import planned_model
-from rimuru.engine.build import ELEMENT_BYTES
+from rimuru.config import EngineConfig, parse_share
+from rimuru.engine.build import ELEMENT_BYTES, FIXED_SHARE, n_resident_experts
 from rimuru.engine.resolve import (
     AUTO_RAM_SHARE,
     CPU_STEP_TOKENS,
     CUDA_STEP_TOKENS,
     MAX_SEQUENCES,
+    MIN_CONTEXT_TOKENS,
     available_threads,
+    check_file_context,
+    longest_request,
     piece_lengths,
 )
+from rimuru.engine.stores import wave_buffers
+from rimuru.experts.store import even_quotas
 from rimuru.inspect import dense_weight_bytes, estimate_scratch_bytes, format_report, inspect_model
+from rimuru.memory.planner import plan_layout
+from rimuru.memory.specs import ExpertLayout, PoolLayout
 from rimuru.simulate.cards import CARDS, RATES, Card, card_named
 
 DEFAULT_CARD = "rtx5090"
@@ -33,6 +43,7 @@ DEFAULT_CARD = "rtx5090"
 def inspect(args: argparse.Namespace) -> int:
     """Print the plan for a model file or a published model, also for one that cannot run yet, or for a card that is not
     here."""
+    config = checked_config(args)
     rates = {name: getattr(args, name) for name in RATES}
     is_asked = args.card is not None or any(rate is not None for rate in rates.values())
     device, free_bytes = planned_device(args.device, is_asked)
@@ -46,15 +57,18 @@ def inspect(args: argparse.Namespace) -> int:
     memory = parse_bytes(args.memory) if args.memory else int((free_bytes or 0) * AUTO_RAM_SHARE)
     element = ("f16" if device == "cuda" else "f32") if args.kv_type == "auto" else args.kv_type
     with planned_model(args.model, args.quant) as gguf:
-        scratch = planned_scratch_bytes(gguf, memory, CUDA_STEP_TOKENS if device == "cuda" else CPU_STEP_TOKENS)
+        report = planned_report(gguf, config, device, ELEMENT_BYTES[element], memory)
         if device == "cuda":
-            report = inspect_model(gguf, ELEMENT_BYTES[element], memory, scratch)
             card, is_measured = planned_card(args.card, rates, is_here=args.card is None and _card_is_here())
             ram = None if args.ram is None else parse_bytes(args.ram)
-            forecast = on_card(gguf, card, memory, scratch, ELEMENT_BYTES[element], ram) | {"is_measured": is_measured}
+            asked = {
+                "policy": "cost" if config.policy == "auto" else config.policy, "residency": config.residency,
+                "resident_experts": config.resident_experts, "expert_offload_limit": config.expert_offload_limit,
+            }  # fmt: skip
+            forecast = on_card(gguf, card, memory, report["bytes"]["scratch"], ELEMENT_BYTES[element], ram, **asked)
+            forecast["is_measured"] = is_measured
             text = on_card_text(forecast)
         else:
-            report = inspect_model(gguf, ELEMENT_BYTES[element], memory, scratch)
             forecast = before_loading(report, args.threads or available_threads())
             text = before_loading_text(forecast)
     if args.json:
@@ -64,14 +78,69 @@ def inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def planned_scratch_bytes(gguf: Gguf, memory_bytes: int, step_tokens: int) -> int:
-    """What the engine will take: prompts in shorter pieces where scratch would leave less than twice itself to the
-    pool."""
-    config = read_config(gguf)
-    left_bytes = memory_bytes - dense_weight_bytes(config, gguf.tensors)
-    lengths = piece_lengths(min(step_tokens, config.context_length), MAX_SEQUENCES, False)
-    sizes = [estimate_scratch_bytes(config, max(n_tokens, MAX_SEQUENCES)) for n_tokens in lengths]
-    return next((n_bytes for n_bytes in sizes if 3 * n_bytes <= left_bytes), sizes[-1])
+def planned_report(
+    gguf: Gguf, config: EngineConfig, device: str, element_bytes: int, memory_bytes: int
+) -> dict[str, Any]:
+    """The report of inspect_model for what is asked for, with `starts`: whether the engine would, and a note where not.
+    As the engine does, it runs prompts in shorter pieces where their scratch would leave too little to the pool.
+
+    Raises BadInputError for more experts than the model has, or a longer context."""
+    model = read_config(gguf)
+    check_file_context(config, model)
+    layout = plan_layout(model, gguf, element_bytes)
+    left_bytes = memory_bytes - dense_weight_bytes(model, gguf.tensors)
+    needed = config.context or min(MIN_CONTEXT_TOKENS, model.context_length)
+
+    def starts(scratch_bytes: int, n_tokens: int) -> bool:
+        pool_bytes = max(0, left_bytes - scratch_bytes)
+        reserved = reserved_pages(model, layout, config, device, pool_bytes)
+        return longest_request(layout, pool_bytes, reserved, needed, n_tokens) >= needed
+
+    step_tokens = min(CUDA_STEP_TOKENS if device == "cuda" else CPU_STEP_TOKENS, model.context_length)
+    for n_tokens in piece_lengths(step_tokens, MAX_SEQUENCES, False):
+        scratch = estimate_scratch_bytes(model, max(n_tokens, MAX_SEQUENCES))
+        if (does_start := starts(scratch, n_tokens)) and 3 * scratch <= left_bytes:
+            break
+    kept = kept_experts(config, layout.expert, max(0, left_bytes - scratch))
+    report = inspect_model(gguf, element_bytes, memory_bytes, scratch, kept, config.context)
+    report["starts"] = does_start
+    if not does_start:
+        beside = (
+            ""
+            if kept is None
+            else f" beside the {kept} experts that stay{' with --policy static' * (config.policy == 'static')}"
+        )
+        wishes = ["more --memory"] + ["a smaller --ctx"] * (config.context is not None)
+        if kept:
+            wishes.append("another --policy" if config.policy == "static" else "fewer --resident-experts")
+        report["notes"].append(
+            f"it would not start: {human_bytes(memory_bytes)} hold no request of {needed} tokens{beside}; give "
+            + " or ".join(wishes)
+        )
+    return report
+
+
+def reserved_pages(model: ModelConfig, layout: PoolLayout, config: EngineConfig, device: str, pool_bytes: int) -> int:
+    """Expert pages that requests never get: of experts that stay, and on a CPU loading buffers."""
+    experts = layout.expert
+    if experts is None:
+        return 0
+    buffers = wave_buffers(model, experts, pool_bytes) if device == "cpu" else 0
+    quotas = even_quotas(experts, kept_experts(config, experts, pool_bytes) or 0)
+    kept_pages = sum(n * layer.n_pages for n, layer in zip(quotas, experts.layers, strict=True))
+    return buffers * experts.max_pages + kept_pages
+
+
+def kept_experts(config: EngineConfig, experts: ExpertLayout | None, pool_bytes: int) -> int | None:
+    """How many experts stay where their number is fixed, as the engine counts them; None where it decides."""
+    if experts is None:
+        return None
+    if config.resident_experts is not None:
+        return n_resident_experts(parse_share(config.resident_experts), experts.n_experts)
+    if config.policy == "fixed":
+        expert_bytes = experts.n_pages * experts.page_bytes / experts.n_experts
+        return min(experts.n_experts, int(FIXED_SHARE * pool_bytes / expert_bytes))
+    return experts.n_experts if config.policy == "static" else None
 
 
 def planned_device(asked: str, names_card: bool) -> tuple[str, int | None]:

@@ -75,8 +75,7 @@ def resolve(
             f"the weights outside the experts take {human_bytes(dense_bytes)}, more than the memory budget of "
             f"{human_bytes(memory_bytes)}; give more --memory or choose a smaller model"
         )
-    if config.context is not None and config.context > model.context_length:
-        raise BadInputError(f"--ctx {config.context} is more than the model's context of {model.context_length} tokens")
+    check_file_context(config, model)
     n_positions = config.context or _positions_within(model, memory_bytes - dense_bytes)
     step_tokens = config.max_step_tokens or (CUDA_STEP_TOKENS if device == "cuda" else CPU_STEP_TOKENS)
     return Resolved(
@@ -89,6 +88,12 @@ def resolve(
         max_sequences=config.max_sequences or MAX_SEQUENCES,
         n_positions=n_positions,
     )
+
+
+def check_file_context(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises BadInputError where a longer context is asked for than the file's."""
+    if config.context is not None and config.context > model.context_length:
+        raise BadInputError(f"--ctx {config.context} is more than the model's context of {model.context_length} tokens")
 
 
 def _positions_within(model: ModelConfig, free_bytes: int) -> int:
