@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import logging
 import sys
 import threading
 import time
@@ -20,6 +21,8 @@ from rimuru.base.units import human_bytes
 from rimuru.commands.forecast import after_loading
 from rimuru.config import EngineConfig
 from rimuru.llm import LLM
+
+log = logging.getLogger(__name__)
 
 FIRST_LINE_S, NEXT_LINES_S = 2.0, 10.0
 """Where stderr is a file or a pipe: loading that takes longer than this says what it does, and then every so often."""
@@ -130,18 +133,31 @@ def checked_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**{k: v for k, v in config_keywords(args).items() if k in _CONFIG_FIELDS})
 
 
+def options_of_cuda(config: EngineConfig) -> list[str]:
+    """Options that were given and change nothing on a CPU."""
+    given = {
+        "--no-prefetch": not config.prefetch,
+        "--no-in-place": not config.in_place,
+        "--prediction": config.prediction,
+        "--cpu-experts": config.cpu_experts,
+    }
+    return [name for name, is_given in given.items() if is_given]
+
+
 def open_llm(args: argparse.Namespace, check: Callable[[LLM], object] | None = None, **more: Any) -> LLM:
     """Load the model of the command line, with progress and a summary on stderr.
 
     `check` may refuse what the user wants of this model; it runs before the summary, so that a refusal is one line.
     """
-    checked_config(args)
+    config = checked_config(args)
     bars = LoadBars(args.quiet)
     try:
         llm = LLM(args.model, progress=bars, **{**config_keywords(args), **more})
     finally:
         bars.close()
     try:
+        if llm.loaded.resolved.device == "cpu" and (idle := options_of_cuda(config)):
+            log.warning("%s: no effect on the CPU", ", ".join(idle))
         if check is not None:
             check(llm)
     except BaseException:

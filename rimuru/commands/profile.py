@@ -11,7 +11,7 @@ import numpy as np
 from rimuru.base.errors import BadInputError
 from rimuru.commands.common import note, open_llm, read_text
 from rimuru.experts.hotset import HotsetProfile, check_writable, profile_path, save_profile
-from rimuru.experts.replay import save_recording
+from rimuru.experts.replay import check_recordable, save_recording
 from rimuru.llm import LLM
 from rimuru.ops.base import Array
 
@@ -19,6 +19,8 @@ from rimuru.ops.base import Array
 def profile(args: argparse.Namespace) -> int:
     """Run the text through the model and write the counts."""
     text = read_text(args.file)
+    if args.record:
+        check_recordable(Path(args.record))
     with open_llm(args) as llm:
         ids = llm.tokenize(text)
         path = Path(args.output) if args.output else profile_path(llm.loaded.gguf.path)

@@ -107,11 +107,31 @@ def record_router(router: SyntheticRouter, n_streams: int, n_tokens: int, source
     return Recording(flat, router.n_experts, source, n_tokens)
 
 
+def check_recordable(path: Path) -> None:
+    """Raises BadInputError where `save_recording` could not write: before a long text is run in vain."""
+    was_there = path.exists()
+    if was_there and not path.is_file() and not path.is_dir():
+        return  # opened and closed, a pipe would be at its end for who reads it
+    try:
+        path.open("ab").close()
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        raise _cannot_record(path, error) from None
+
+
 def save_recording(path: Path, ids: np.ndarray, n_experts: int, source: str) -> None:
-    """Write ids [n_tokens, n_layers, top_k] as a file for `load_recording`."""
-    with open(path, "wb") as file:
-        small = ids.astype(np.uint8 if n_experts <= 256 else np.int16)
-        np.savez_compressed(file, ids=small, n_experts=n_experts, source=source)
+    """Write ids [n_tokens, n_layers, top_k] as a file for `load_recording`. Raises BadInputError where it cannot be."""
+    small = ids.astype(np.uint8 if n_experts <= 256 else np.int16)
+    try:
+        with open(path, "wb") as file:
+            np.savez_compressed(file, ids=small, n_experts=n_experts, source=source)
+    except OSError as error:
+        raise _cannot_record(path, error) from None
+
+
+def _cannot_record(path: Path, error: OSError) -> BadInputError:
+    return BadInputError(f"cannot write the recording {path}: {error.strerror or error}; choose another --record")
 
 
 def check_readable(path: Path) -> None:

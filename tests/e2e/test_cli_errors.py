@@ -65,6 +65,15 @@ def test_unusable_options(capsys: pytest.CaptureFixture[str], tiny_models: Path,
     refused(capsys, ["perplexity", model, "-f", str(tmp_path / "none.txt")], "none.txt")
 
 
+def test_options_without_an_effect_on_a_cpu_are_named(capsys: pytest.CaptureFixture[str], tiny_models: Path) -> None:
+    run = ["run", str(tiny_models / "tiny.gguf"), "-p", "x", "-n", "1", "--device", "cpu", "-q"]
+    for options in ([], ["--cpu-experts", "--prediction", "--no-prefetch", "--no-in-place"], ["--no-in-place"]):
+        assert main([*run, *options]) == 0
+        told = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line and "no effect" in line]
+        assert len(told) == bool(options)
+        assert all(option in told[0] for option in options)
+
+
 def test_unwritable_output(capsys: pytest.CaptureFixture[str], tiny_models: Path, tmp_path: Path) -> None:
     model = str(tiny_models / "tiny.gguf")
     taken = tmp_path / "taken"

@@ -14,6 +14,7 @@ from rimuru import LLM
 from rimuru.cli import main
 from rimuru.commands import profile as profile_module
 from rimuru.experts.hotset import check_writable, load_profile, profile_path, save_profile
+from rimuru.experts.replay import check_recordable
 from tools.make_random_gguf import write_random_model
 
 TEXT = "The pool is one range of addresses. When many requests run, it lends pages to their states. " * 3
@@ -86,9 +87,26 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_text_is_run(
     monkeypatch.setattr(profile_module, "measure", runs)
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
+    monkeypatch.setattr(profile_module, "open_llm", lambda *_: pytest.fail("the model was loaded in vain"))
+    for place in (tmp_path / "nowhere" / "r.npz", tmp_path):
+        assert main(["profile", str(model), "-f", str(text), "--record", str(place), "--device", "cpu", "-q"]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert str(place) in line and "--record" in line
+    monkeypatch.undo()
+    monkeypatch.setattr(profile_module, "measure", runs)
     for place in (tmp_path / "nowhere" / "p.json", tmp_path):
         assert main(["profile", str(model), "-f", str(text), "-o", str(place), "--device", "cpu", "-q"]) == 2
         assert str(place) in capsys.readouterr().err
+
+
+def test_a_place_for_a_recording_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.npz", tmp_path / "new.npz"
+    old.write_bytes(b"an earlier recording")
+    check_recordable(old)
+    check_recordable(new)
+    assert old.read_bytes() == b"an earlier recording" and not new.exists()
+    os.mkfifo(tmp_path / "pipe")
+    check_recordable(tmp_path / "pipe")  # without waiting for who reads it
 
 
 def test_a_profile_goes_into_a_pipe_and_does_not_take_its_place(model: Path, tmp_path: Path) -> None:
