@@ -20,7 +20,7 @@ from rimuru.config import EngineConfig, parse_share
 from rimuru.engine.branches import call_openers
 from rimuru.engine.engine import Engine
 from rimuru.engine.rehearse import rehearsal_steps
-from rimuru.engine.resize import resize_pool
+from rimuru.engine.resize import longest_in, resize_pool
 from rimuru.engine.resolve import (
     MIN_CONTEXT_TOKENS,
     Resolved,
@@ -125,6 +125,7 @@ class LoadedModel:
         beside_bytes = self.dense_bytes + self.scratch_bytes
         pool_bytes = whole_granules(memory_bytes - beside_bytes, self.resolved.device)
         resize_pool(self.pool, self.room, self.engine.scheduler, pool_bytes, self.least_pool_bytes, beside_bytes)
+        self.engine.limit_context(longest_in(self.pool, self.room, *self.engine.most_tokens))
 
     def close(self) -> None:
         self.ops.synchronize()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rimuru.base import env
-from rimuru.base.errors import BadInputError, ContextLengthError, RimuruError
+from rimuru.base.errors import BadInputError, ContextLengthError, NotEnoughMemoryError, RimuruError
 from rimuru.batch import Batch
 from rimuru.engine.assemble import assemble
 from rimuru.engine.branches import branch_points, mark_call
@@ -77,7 +77,9 @@ class Engine:
         """Ended, but the step in flight still runs their last token: its states are worth keeping."""
         self.overlaps: bool = sampler.ops.overlaps and not env.poison_free_pages()
         """Plan and queue a step while the one before runs; off where freed pages are written to at once."""
-        self.context_length, self.n_vocab, self.eog_ids = context_length, n_vocab, eog_ids
+        self.n_vocab, self.eog_ids = n_vocab, eog_ids
+        self.context_length = self.most_context = context_length
+        """Of new requests now, and at the start: a pool that was made smaller holds shorter ones."""
         self.may_grow = True
         """Whether the context is less than the model's own."""
         self.store, self.call_openers = store, call_openers
@@ -144,9 +146,35 @@ class Engine:
         if len(token_ids) + 1 > self.context_length:
             raise ContextLengthError(
                 f"the prompt has {len(token_ids)} tokens and at least one of answer is needed, but the context holds "
-                f"{self.context_length}; shorten the prompt"
-                + (" or raise --ctx" if self.may_grow else ", the model takes no more")
+                f"{self.context_length}; shorten the prompt" + self._how_to_get_more()
             )
+
+    @property
+    def most_tokens(self) -> tuple[int, int]:
+        """Of a request, in a pool as it was at the start; of a step."""
+        return self.most_context, self.scheduler.max_step_tokens
+
+    def _how_to_get_more(self) -> str:
+        if self.context_length < self.most_context:
+            return ", or resize: the pool was made smaller"
+        return " or raise --ctx" if self.may_grow else ", the model takes no more"
+
+    def limit_context(self, n_tokens: int) -> None:
+        """The pool was resized: requests may have so many tokens from now on, those that are under way too. An answer
+        that has as many ends, by its length; a prompt that has fails."""
+        self.land()
+        self.context_length = most = min(self.most_context, n_tokens)
+        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
+            sequence.max_total_tokens = most
+            if sequence.n_tokens < most:
+                continue
+            if sequence.n_output > 0:
+                sequence.finish_reason = "length"
+            else:
+                why = f"the prompt has {sequence.n_tokens} tokens, but the pool was made smaller and holds {most}"
+                sequence.error = NotEnoughMemoryError(f"{why}; resize it to more")
+            self.scheduler.remove(sequence)
+            self._report.ended.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
         """Cancel a request; safe from any thread. It ends at the start of the next step."""

@@ -6,6 +6,7 @@ import numpy as np
 
 from rimuru.base.errors import NotEnoughMemoryError
 from rimuru.base.units import human_bytes
+from rimuru.engine.resolve import longest_request
 from rimuru.engine.room import CompactingRoom, ExpertRoom
 from rimuru.engine.scheduler import Scheduler
 from rimuru.memory.compaction import execute, plan_shrink
@@ -57,6 +58,16 @@ def resize_pool(
     execute(plan, pool, pool.copier, room.flips())
     pool.finish_shrink(plan, n_huge * layout.huge_bytes)
     room.note_moves(moved, f"the pool shrinks to {human_bytes(pool_bytes)}")
+
+
+def longest_in(pool: PagePool, room: CompactingRoom, limit_tokens: int, n_step_tokens: int) -> int:
+    """Most tokens of one request in the pool as it is now, up to limit_tokens. Experts leave for it, unless their
+    number is fixed."""
+    n_reserved = pool.n_buffer_pages
+    if not isinstance(room, ExpertRoom):
+        n_reserved = pool.allocator.pages_in_use("expert")
+    pool_bytes = pool.allocator.n_huge * pool.layout.huge_bytes
+    return longest_request(pool.layout, pool_bytes, n_reserved, limit_tokens, n_step_tokens)
 
 
 def _give_up_something(pool: PagePool, room: CompactingRoom, scheduler: Scheduler, n_huge: int) -> bool:

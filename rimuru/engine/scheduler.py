@@ -336,12 +336,14 @@ class Scheduler:
         self.running.insert(position, sequence)
 
     def _fail(self, sequence: Sequence, plan: StepPlan) -> None:
-        """End a waiting sequence that no amount of waiting can help."""
+        """End a waiting sequence that no amount of waiting can help; by its length if it has written something."""
         self._end(self.waiting.pop())
-        sequence.error = NotEnoughMemoryError(
-            f"a request of {sequence.n_tokens} tokens needs more pages than the pool has; "
-            "resize the pool, give more --memory or shorten it"
-        )
+        why = f"a request of {sequence.n_tokens} tokens needs more pages than the pool has"
+        if sequence.n_output > 0:
+            log.warning("request %d ends: %s", sequence.seq_id, why)
+            sequence.finish_reason = "length"
+        else:
+            sequence.error = NotEnoughMemoryError(f"{why}; resize the pool, give more --memory or shorten it")
         plan.failed.append(sequence)
 
     def _fits(self, sequence: Sequence, n_reused: int) -> bool:

@@ -46,9 +46,13 @@ class Preparer:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
-        self.context_length = loaded.engine.context_length
         self._grammars: GrammarCompiler | None = None
         self._longest_token_bytes = 0
+
+    @property
+    def context_length(self) -> int:
+        """Now: a resize changes it."""
+        return self.loaded.engine.context_length
 
     def _check_length(self, text: str) -> None:
         """Refuse a text that cannot fit in the context before it is cut into tokens: that takes seconds and memory."""

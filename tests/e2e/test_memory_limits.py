@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rimuru import LLM, SamplingParams
-from rimuru.base.errors import NotEnoughMemoryError
+from rimuru.base.errors import ContextLengthError, NotEnoughMemoryError
 from rimuru.engine.resolve import piece_lengths
 from tools.make_random_gguf import write_random_model
 
@@ -109,6 +109,41 @@ def test_a_host_one_step_behind_answers_the_same(model: Path, answers: list[list
         while engine.has_work:
             engine.step()
         engine.audit()
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_pool_made_smaller_holds_shorter_requests(model: Path, overlaps: bool) -> None:
+    """Who is longer by then ends by its length, as at a start with so little memory, and not by an error; later ones
+    are told what the context is; and it comes back."""
+    long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    with LLM(model, device="cpu", memory=2 * least_memory(model), max_step_tokens=64, max_sequences=8) as llm:
+        engine, start = llm.loaded.engine, llm.loaded
+        engine.overlaps = overlaps
+        most, whole = engine.context_length, llm.generate(PROMPTS[:3], long)
+        assert all(len(answer.token_ids) == 400 for answer in whole)
+        least = start.dense_bytes + start.scratch_bytes + start.least_pool_bytes
+        sequences = [engine.add(p, long) for p in PROMPTS[:3]]
+        while sequences[0].n_output < 300:
+            engine.step()
+        late = engine.add([5] * 300, long)
+        llm.resize(least)
+        fewer = engine.context_length
+        assert 128 <= fewer < 300 and llm.context_length == fewer
+        while engine.has_work:
+            engine.step()
+        engine.audit()
+        for sequence, answer in zip(sequences, whole, strict=True):
+            assert sequence.finish_reason == "length" and sequence.error is None and sequence.n_output >= 290
+            assert sequence.output_ids == answer.token_ids[: sequence.n_output]
+        assert isinstance(late.error, NotEnoughMemoryError) and "made smaller" in str(late.error)
+        assert late.is_finished and not late.n_output
+        with pytest.raises(ContextLengthError, match="resize"):
+            llm.generate([[5] * fewer], GREEDY)
+        (short,) = llm.generate(PROMPTS[:1], long)
+        assert short.finish_reason == "length" and short.token_ids == whole[0].token_ids[: fewer - len(PROMPTS[0])]
+        llm.resize(2 * least_memory(model))
+        assert engine.context_length == most
+        assert [a.token_ids for a in llm.generate(PROMPTS[:3], long)] == [a.token_ids for a in whole]
 
 
 def test_an_impossible_resize_changes_nothing(model: Path, answers: list[list[int]]) -> None:
