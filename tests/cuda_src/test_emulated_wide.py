@@ -94,8 +94,12 @@ def test_rings_give_the_same_bits(case: Case, launched: list[Kernel], monkeypatc
 @emulated
 @pytest.mark.parametrize(
     ("types", "rings"),
-    [(("q4_k", "q4_k", "q6_k"), [(1, 768), (1, 768)]), (("q4_k", "q4_k", "q8_0"), [(1, 768), (2, 512)])],
-    ids=["qwen3", "deepseek"],
+    [
+        (("q4_k", "q4_k", "q6_k"), [(1, 768), (1, 768)]),
+        (("q4_k", "q4_k", "q8_0"), [(1, 768), (1, 512)]),
+        (("q4_k", "q4_k", "q5_0"), [(1, 768), (1, 768)]),
+    ],
+    ids=["qwen3", "deepseek q8_0", "deepseek q5_0"],
 )
 def test_rings_of_strips_as_they_are_chosen(
     types: tuple[str, str, str], rings: list[tuple[int, int]], launched: list[Kernel], monkeypatch: pytest.MonkeyPatch
