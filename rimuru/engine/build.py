@@ -55,7 +55,7 @@ from rimuru.experts.device_places import n_loading_buffers, places_bytes
 from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.hotset import find_profile
 from rimuru.experts.source import ExpertSource, GgufExpertSource, open_model
-from rimuru.experts.store import even_quotas
+from rimuru.experts.store import even_quotas, quota_pages
 from rimuru.experts.tiered_store import TieredExpertStore
 from rimuru.formats.gguf import GgufFile, check_formats
 from rimuru.forward.context import BuildContext
@@ -339,8 +339,8 @@ class _Builder:
         self.quotas = self._quotas(left)
         brings = self.config.prefetch and self.config.fill_on_read
         if layout.expert is not None and resolved.device == "cuda" and brings and not self.needs_disk:
-            spare_bytes = left - self._reserved_pages() * layout.expert.page_bytes
-            self.n_buffers = n_loading_buffers(layout.expert, left, spare_bytes)
+            fixed_bytes = quota_pages(layout.expert, self.quotas) * layout.expert.page_bytes
+            self.n_buffers = n_loading_buffers(layout.expert, left, fixed_bytes)
         if layout.expert is not None and resolved.device == "cuda" and not (self.config.in_place or self.needs_disk):
             self.by_waves = may_read_in_place(layout.expert, self.config, self.quotas, self.n_buffers, bytes_in_ram)
             if self.by_waves:
@@ -381,12 +381,7 @@ class _Builder:
         layout = self.layout.expert
         if layout is None:
             return 0
-        fixed = (
-            0
-            if self.quotas is None
-            else sum(quota * layer.n_pages for quota, layer in zip(self.quotas, layout.layers, strict=True))
-        )
-        return self.n_buffers * layout.max_pages + fixed
+        return self.n_buffers * layout.max_pages + quota_pages(layout, self.quotas)
 
     def _least_pool_bytes(self) -> int:
         """A pool in which nothing but the loading buffers and one short request would still work, as much as a device

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 BUFFER_SHARE = 32
 """Loading buffers take this part of the pool at most: they serve layers in which more is missed than finds a place."""
+LEAST_BUFFER_SHARE = 256
+"""They take at least this part of a pool that could hold all experts."""
 SCORE_TOKENS = 20.0
 """`auto`: a choice falls to 1/e in the score in so many tokens, times the root of the tokens that run together."""
 
@@ -67,12 +69,22 @@ def widest_layer(layout: ExpertLayout) -> int:
     return max(layer.n_experts for layer in layout.layers)
 
 
-def n_loading_buffers(layout: ExpertLayout, pool_bytes: int, spare_bytes: int) -> int:
-    """Experts that loading buffers hold: those of a layer, within a small share of the pool and of what a fixed number
-    of residents leaves of it; none where the pool holds all experts."""
-    if layout.n_pages * layout.page_bytes <= pool_bytes:
+def n_loading_buffers(layout: ExpertLayout, pool_bytes: int, fixed_bytes: int) -> int:
+    """Experts that loading buffers hold: those of a layer, within a small share of the pool. fixed_bytes: of residents
+    whose number is fixed, 0 where it is not; buffers take a part of what these leave, and there are none where all
+    experts stay resident.
+
+    A pool that could hold all experts, but need not, gives buffers part of what it has beyond, and never less than
+    LEAST_BUFFER_SHARE: whoever is out while requests fill the pool would be read in place, by kernels that get a
+    fraction of the link's rate where many tokens share an expert."""
+    experts_bytes = layout.n_pages * layout.page_bytes
+    if fixed_bytes >= experts_bytes:
         return 0
-    affordable = min(pool_bytes // BUFFER_SHARE, spare_bytes // 4) // (layout.max_pages * layout.page_bytes)
+    affordable_bytes = min(pool_bytes // BUFFER_SHARE, (pool_bytes - fixed_bytes) // 4)
+    if not fixed_bytes and pool_bytes >= experts_bytes:
+        most_bytes = max((pool_bytes - experts_bytes) // 4, pool_bytes // LEAST_BUFFER_SHARE)
+        affordable_bytes = min(affordable_bytes, most_bytes)
+    affordable = affordable_bytes // (layout.max_pages * layout.page_bytes)
     return max(0, min(affordable, MAX_COMERS, widest_layer(layout)))
 
 

@@ -386,3 +386,8 @@ def even_quotas(layout: ExpertLayout, n_resident: int) -> list[int]:
     for slot, _ in spread_experts(layout)[:n_resident]:
         quotas[slot] += 1
     return quotas
+
+
+def quota_pages(layout: ExpertLayout, quotas: list[int] | None) -> int:
+    """Expert pages of as many residents as the layers' quotas say; 0 where their number is not fixed."""
+    return sum(quota * layer.n_pages for quota, layer in zip(quotas or (), layout.layers, strict=quotas is not None))

@@ -22,7 +22,7 @@ from rimuru.engine.scheduler import Admission, Scheduler
 from rimuru.experts.device_places import n_loading_buffers
 from rimuru.experts.residency import ResidencyPolicy
 from rimuru.experts.routing import SyntheticRouter, router_for
-from rimuru.experts.store import even_quotas
+from rimuru.experts.store import even_quotas, quota_pages
 from rimuru.inspect import dense_weight_bytes
 from rimuru.memory.cache import SequenceCache
 from rimuru.memory.page_pool import PagePool
@@ -148,13 +148,13 @@ class Simulation:
         self._streams: set[int] = set()
         self._n_requests = 0
         """Of all traces so far: no request has the number of another one."""
-        n_buffers = settings.buffer_experts
+        n_buffers, quotas = settings.buffer_experts, self._quotas()
         if self._is_by_device and settings.has_buffers:
-            n_buffers += n_loading_buffers(self.experts, self.pool.total_bytes, self.pool.total_bytes)
+            fixed_bytes = quota_pages(self.experts, quotas) * self.experts.page_bytes
+            n_buffers += n_loading_buffers(self.experts, self.pool.total_bytes, fixed_bytes)
         for _ in range(n_buffers):
             if self.pool.reserve_buffer(self.experts.max_pages) is None:
                 raise NotEnoughMemoryError("the loading buffers do not fit; give more --memory")
-        quotas = self._quotas()
         self.cache = SequenceCache(self.pool, layout, prefix_cache=settings.prefix_cache)
         self.room: CompactingRoom
         may_grow: Callable[[int], bool] = _never

@@ -101,7 +101,7 @@ def test_cells_follow_each_other_on_one_engine() -> None:
     """Who ran is gone after `stop`, what is resident stays; no later request has the prompt of an earlier one."""
     simulation = open_simulation(has_buffers=True)
     pool = simulation.pool
-    n_buffers = n_loading_buffers(simulation.experts, pool.total_bytes, pool.total_bytes)
+    n_buffers = n_loading_buffers(simulation.experts, pool.total_bytes, 0)
     assert pool.n_buffer_pages == n_buffers * simulation.experts.max_pages > 0
     hits = []
     for _ in range(2):
@@ -130,3 +130,18 @@ def test_a_layer_that_reads_over_the_link_waits_for_it() -> None:
         took.append(simulation.now_s)
     n_layers = len(simulation.experts.layers)
     assert took[1] == pytest.approx(took[0] + n_layers * 100e-6, rel=1e-6) and took[2] > took[0]
+
+
+def test_loading_buffers_are_few_where_they_are_seldom_needed() -> None:
+    """A fixed number of residents leaves room for a layer's experts; a pool that could hold all gives what it has
+    beyond, and a little in any case; where all experts stay, there are none."""
+    experts = open_simulation().experts
+    total = experts.n_pages * experts.page_bytes
+    one = experts.max_pages * experts.page_bytes
+    widest = max(layer.n_experts for layer in experts.layers)
+    assert n_loading_buffers(experts, 2 * total, total) == 0
+    assert n_loading_buffers(experts, 2 * total, total // 2) == min(widest, 2 * total // 32 // one)
+    assert n_loading_buffers(experts, total - one, 0) == min(widest, (total - one) // 32 // one) > 0
+    assert n_loading_buffers(experts, total, 0) == min(widest, total // 256 // one) > 0
+    assert n_loading_buffers(experts, 2 * total, 0) == min(widest, 2 * total // 32 // one)
+    assert n_loading_buffers(experts, total + 4 * (one - 1), total) == 0
