@@ -14,8 +14,9 @@ import numpy as np
 
 from rimuru.arch.shapes import shape_gguf
 from rimuru.batch import Batch
+from rimuru.engine.compacting_room import CompactingRoom
 from rimuru.engine.engine import Engine
-from rimuru.engine.room import CompactingRoom, ExpertRoom
+from rimuru.engine.room import ExpertRoom
 from rimuru.engine.sampler import Sampler
 from rimuru.engine.scheduler import Scheduler
 from rimuru.inspect import dense_weight_bytes
@@ -245,3 +246,24 @@ def make_world(
     )  # fmt: skip
     engine.overlaps = overlaps
     return World(engine, cache, pool, room, store, runner, copier)
+
+
+def text(rng: np.random.Generator, n_tokens: int) -> list[int]:
+    """A turn of random tokens."""
+    return [*rng.integers(3, N_VOCAB, n_tokens - 1).tolist(), END]
+
+
+def scatter(world: World, rng: np.random.Generator) -> None:
+    """Residents leave and others come at random, so that every huge page holds parts of many experts."""
+    store = world.store
+    assert store is not None
+    for _ in range(12):
+        rows = np.argwhere(store.residency.resident)
+        for slot, expert in rows[rng.choice(len(rows), 400, replace=False)].tolist():
+            world.pool.free("expert", store.take_out(slot, expert))
+        absent = np.argwhere(store.residency.exists & ~store.residency.resident)
+        for slot, expert in absent[rng.permutation(len(absent))].tolist():
+            pages = store.begin(slot)
+            if pages is None:
+                continue
+            store.settle(slot, expert, pages)

@@ -18,6 +18,7 @@ from rimuru.base.errors import BadInputError, FileFormatError, NotEnoughMemoryEr
 from rimuru.base.units import ceil_div, human_bytes
 from rimuru.config import EngineConfig, parse_share
 from rimuru.engine.branches import call_openers
+from rimuru.engine.compacting_room import CompactingRoom
 from rimuru.engine.engine import Engine
 from rimuru.engine.rehearse import rehearsal_steps
 from rimuru.engine.resize import longest_in, resize_pool
@@ -37,7 +38,7 @@ from rimuru.engine.resolve import (
     wanted_pool_bytes,
     whole_granules,
 )
-from rimuru.engine.room import CompactingRoom, ElasticPolicy, ExpertRoom
+from rimuru.engine.room import ElasticPolicy, ExpertRoom
 from rimuru.engine.runner import Runner
 from rimuru.engine.sampler import Sampler
 from rimuru.engine.scheduler import Scheduler
@@ -63,6 +64,7 @@ from rimuru.forward.model import Model
 from rimuru.forward.weights import TensorReader, expert_biases, expert_factors
 from rimuru.forward.workspace import Workspace
 from rimuru.memory.cache import SequenceCache
+from rimuru.memory.move_budget import STEP_MOVE_BYTES, MoveBudget
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.planner import plan_layout
 from rimuru.memory.specs import PoolLayout
@@ -252,15 +254,16 @@ class _Builder:
             cache.make_pages = room.make_pages  # a fixed number of experts gives none up
         sampler = Sampler(ops, most_rows)
         waits_for_ids = isinstance(self.store, TieredExpertStore)
-        runner = Runner(model, ops, sampler.ids, self._is_watched, may_replay=not waits_for_ids)
+        runner = Runner(model, ops, sampler.ids, may_replay=not waits_for_ids)
         sizes = sorted({ops.padded_sequences(n) for n in range(1, resolved.max_sequences + 1)})
         steps = rehearsal_steps(resolved.max_step_tokens, sizes, layout, self.store)
         wait_for_kernels = ops.prepare(runner.all_rows, steps)
         self._fill_store()
         wait_for_kernels(lambda done, total: self.progress("kernels", done, total))
         shared = cpu_share(self.store, self.model_config, self.config, resolved.device, resolved.threads)
-        if shared is not None:
-            reader_stand_in.cpu_experts, runner.lends = shared, shared.begin_step
+        reader_stand_in.cpu_experts = shared
+        if isinstance(self.store, DeviceExpertStore):
+            runner.way_of = (ways := StepWays(self.store, shared)).begin
         tokenizer = Tokenizer.from_kv(self.gguf.kv, str(self.gguf.path))
         scheduler = Scheduler(cache, room, resolved.max_step_tokens, resolved.max_sequences)
         engine = Engine(
@@ -288,10 +291,6 @@ class _Builder:
     def _advance(self, n_bytes: int) -> None:
         self._done += n_bytes
         self.progress("dense weights", self._done, max(self.expected_dense_bytes, self._done))
-
-    def _is_watched(self) -> bool:
-        """Whether the next step's experts are watched (DeviceExpertStore.is_watching)."""
-        return not isinstance(self.store, DeviceExpertStore) or self.store.is_watching
 
     def _share_out(self, dense_bytes: int, logit_bytes: int, most_rows: int) -> tuple[int, int]:
         """Allocate the scratch and map the pool: (bytes of scratch, context that fits). Where the budget is tight,
@@ -358,6 +357,7 @@ class _Builder:
             resolved.memory_bytes if resolved.memory_is_given else 4 * pool_bytes, resolved.memory_is_given
         )
         self.pool = PagePool(self.memory, layout, limit, self.ops.copier())
+        self.pool.moves = MoveBudget(STEP_MOVE_BYTES[resolved.device])
 
     def _quotas(self, pool_bytes: int) -> list[int] | None:
         """Most residents per layer slot where their number is fixed; None where the adjuster decides. Policy `fixed`

@@ -377,8 +377,13 @@ class Engine:
                 self.store.catch_up()
 
     def _reserve_for_score(self, sequence: Sequence, n_tokens: int) -> None:
+        room = self.scheduler.room
         while not self.cache.extend(sequence.seq_id, n_tokens):
-            if not self.scheduler.room.make(sequence.seq_id, n_tokens):
+            if room.make(sequence.seq_id, n_tokens):
+                continue
+            if room.is_moving:
+                room.next_step()
+            else:
                 raise ContextLengthError(
                     f"the pool cannot hold {sequence.n_cached + n_tokens} tokens; give more --memory or a shorter text"
                 )

@@ -6,8 +6,9 @@ import numpy as np
 
 from rimuru.base.errors import NotEnoughMemoryError
 from rimuru.base.units import human_bytes
+from rimuru.engine.compacting_room import CompactingRoom
 from rimuru.engine.resolve import longest_request
-from rimuru.engine.room import CompactingRoom, ExpertRoom
+from rimuru.engine.room import ExpertRoom
 from rimuru.engine.scheduler import Scheduler
 from rimuru.memory.compaction import execute, plan_shrink
 from rimuru.memory.page_pool import PagePool

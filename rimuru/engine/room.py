@@ -9,9 +9,8 @@ from typing import Literal
 import numpy as np
 
 from rimuru.base.units import ceil_div, counted
-from rimuru.engine.elastic_store import ElasticStore
+from rimuru.engine.compacting_room import CompactingRoom
 from rimuru.memory.adjuster import (
-    DecisionLog,
     Record,
     cost_expand,
     offload_target,
@@ -19,14 +18,11 @@ from rimuru.memory.adjuster import (
     shrink_pays,
 )
 from rimuru.memory.cache import SequenceCache
-from rimuru.memory.compaction import make_room
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import PageKind, PoolLayout
-from rimuru.memory.state_cache import allocate_all, free_all
 
 log = logging.getLogger(__name__)
 
-Flip = Callable[[np.ndarray, np.ndarray], None]
 ElasticPolicy = Literal["paper", "cost"]
 PROMISE_SHARE = 0.25
 """Of what running requests will likely grow by, so much is kept from new ones: others will have ended by then, and
@@ -44,95 +40,6 @@ ASSUMED_SPEED = 64.0
 """Before a step was measured: how much faster a step is computed than its experts would come over the link."""
 SURPRISES = (0.2, 8.0)
 """Bounds of what one measurement of `_surprise` counts as."""
-
-
-class CompactingRoom:
-    """Makes room by moving pages only: for pools whose experts are fixed in number, or that hold none."""
-
-    def __init__(self, cache: SequenceCache, pool: PagePool, layout: PoolLayout) -> None:
-        self.cache, self.pool, self.layout = cache, pool, layout
-        self.store: ElasticStore | None = None
-        self.decisions = DecisionLog()
-        cache.make_pages = self.make_pages
-
-    def make(
-        self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False, again_s: float = 0.0
-    ) -> bool:
-        """See engine.scheduler.Room."""
-        return self._compact(seq_id, n_tokens)
-
-    def admits(
-        self, seq_id: int, n_tokens: int, n_running: int, n_promised_tokens: int, n_waiting: int, n_start_tokens: int
-    ) -> bool:
-        """See engine.scheduler.Room. Free pages are good for nothing else."""
-        return True
-
-    def adjust(self, n_running: int, n_waiting: int, promised_tokens: Callable[[], int], reuse_rate: float) -> None:
-        """See engine.scheduler.Room. A fixed number of experts stays as it is; which ones, depends on who runs."""
-        if self.store is not None:
-            self.store.residency.n_requests = self.store.rates.n_requests = n_running
-
-    def before_moves(self) -> None:
-        """Pages are about to move: nothing may be writing to them."""
-        if self.store is not None:
-            self.store.finish_reads()
-
-    def _compact(self, seq_id: int, n_tokens: int) -> bool:
-        """Form the pages that the request needs out of free pieces; True where it can be extended now."""
-        if self.cache.can_extend(seq_id, n_tokens):
-            return True
-        self._gather(self.cache.pages_needed(seq_id, n_tokens))
-        return self.cache.can_extend(seq_id, n_tokens)
-
-    def _gather(self, needs: dict[PageKind, int]) -> None:
-        """Move pages so that free ones of each kind can be formed."""
-        self.before_moves()
-        for wanted in (self._parents_wanted(needs), needs):  # together first: a page is good for one thing only
-            for kind, n_pages in wanted.items():
-                if n_pages:
-                    reason = f"{counted(n_pages, 'page')} of kind {kind} must be free"
-                    moved = make_room(self.pool, kind, n_pages, self.flips())[1]
-                    self.note_moves(moved, reason)
-
-    def note_moves(self, moved: dict[PageKind, int], reason: str) -> None:
-        """So many pages of each kind were moved within the pool."""
-        step = 0 if self.store is None else self.store.residency.step
-        for kind, n_pages in moved.items():
-            n_bytes = n_pages * self.pool.layout.page_bytes(kind)
-            self.decisions.add(Record(step, "move", reason, -1, -1, n_pages, n_bytes))
-
-    def make_pages(self, needs: dict[PageKind, int], is_worth_experts: bool) -> bool:
-        """For the cache: free so many ids of each kind, by moving pages and, where that is worth it, from experts."""
-        self._gather(needs)
-        pages = allocate_all(self.pool, needs, -1)
-        if pages is not None:
-            free_all(self.pool, pages)
-        return pages is not None
-
-    def _parents_wanted(self, needs: dict[PageKind, int]) -> dict[PageKind, int]:
-        """Expert and SSM pages that these needs take together, beyond the room in those that are split already."""
-        allocator = self.pool.allocator
-        wanted: dict[PageKind, int] = {"ssm": needs.get("ssm", 0), "expert": 0}
-        for kind, part in (("kv", self.layout.kv), ("conv", self.layout.conv)):
-            n = needs.get(kind, 0)  # type: ignore[call-overload]
-            if n and part is not None and allocator.has(part.parent):
-                per_parent = allocator.per_parent(kind)
-                in_split = allocator.free_pages(kind) - allocator.free_pages(part.parent) * per_parent
-                wanted[part.parent] += ceil_div(max(0, n - in_split), per_parent)
-        return wanted
-
-    def flips(self) -> dict[str, Flip]:
-        """What has to learn that pages of a kind were moved."""
-        flips: dict[str, Flip] = {}
-        if self.store is not None:
-            flips["expert"] = self.store.flip
-        kinds: tuple[PageKind, ...] = ("kv", "ssm", "conv")
-        for kind in kinds:
-            flips[kind] = self._cache_flip(kind)
-        return flips
-
-    def _cache_flip(self, kind: PageKind) -> Flip:
-        return lambda sources, targets: self.cache.flip(kind, sources, targets)
 
 
 class ExpertRoom(CompactingRoom):
@@ -191,6 +98,9 @@ class ExpertRoom(CompactingRoom):
         if needed == 0:
             if self._compact(seq_id, n_tokens):
                 return True
+            if self.is_moving:
+                self._is_short = True  # no expert takes what has been gathered
+                return False
             needed = 1  # kinds of pages compete for what is free, or loading buffers stand in the way
         n_shrink, _ = paper_decision(needed, self.free_pages, self.pages_per_expert)
         most = self._most_shrinks()
@@ -327,10 +237,13 @@ class ExpertRoom(CompactingRoom):
 
     def make_pages(self, needs: dict[PageKind, int], is_worth_experts: bool) -> bool:
         """See CompactingRoom.make_pages."""
+        self.pool.moves.is_waiting = False
         needed = self._short_of(needs)
         for _ in range(3):  # gathering may split a further page
             if not needed and super().make_pages(needs, is_worth_experts):
                 return True
+            if self.is_moving:
+                return False
             n_shrink, _ = paper_decision(max(needed, 1), self.free_pages, self.pages_per_expert)
             if not is_worth_experts or self._reuse_rate < REUSE_WORTH or n_shrink > self._most_shrinks():
                 return False

@@ -63,6 +63,13 @@ class SequencePages(Protocol):
 class Room(Protocol):
     """Makes pages free by giving up something cheaper than a running request: experts."""
 
+    @property
+    def is_moving(self) -> bool:
+        """The last `make` failed only because this step has moved as many pages as it may: ask again in the next."""
+
+    def next_step(self) -> None:
+        """What is asked for from now on belongs to the next step."""
+
     def make(
         self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False, again_s: float = 0.0
     ) -> bool:
@@ -91,6 +98,11 @@ class Room(Protocol):
 
 class NoRoom:
     """For engines whose pool holds nothing that could be given up."""
+
+    is_moving = False
+
+    def next_step(self) -> None:
+        return None
 
     def make(
         self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False, again_s: float = 0.0
@@ -132,6 +144,8 @@ class Scheduler:
         """Seconds since some moment; a simulation has another time."""
         self._is_start = False
         """All that run began in this step, or in the last few, whose budget their prompts used up."""
+        self._is_stalled = False
+        """A running one waits for pages that are being moved together, and nobody new takes them from it."""
         self._n_vain = 0
         """Tries in a row to start the only request, in vain."""
         self._held_since: float | None = None
@@ -160,9 +174,10 @@ class Scheduler:
         except _LandedError:
             plan = StepPlan()
             budget = self._continue_running(plan)
-        if not plan.preempted:
+        if not plan.preempted and not self._is_stalled:
             self._use_up(plan, self._admit(plan, budget))
         self.room.adjust(len(self.running), self._n_startable, self._promised_tokens, self.reuse_rate)
+        self.room.next_step()
         self.prefill.begin(plan)
         return plan
 
@@ -182,6 +197,7 @@ class Scheduler:
         prompt_budget = max(0, self.max_step_tokens - (len(running) - len(prompts)))
         shares = self._prompt_shares(prompt_budget, prompts)
         used = 0
+        self._is_stalled = False
         for sequence, n_uncached in running:
             if sequence.state != "running":  # gave way to an older one
                 continue
@@ -222,6 +238,9 @@ class Scheduler:
         while not self.cache.extend(sequence.seq_id, n_tokens):
             if self.room.make(sequence.seq_id, n_tokens, len(self.running), True, self._again_seconds()):
                 continue
+            if self.room.is_moving:  # its pages come within a step or two: nobody gives way
+                self._is_stalled = True
+                return False
             if self.land():
                 raise _LandedError
             if len(self.running) == 1 and self._forget_prefixes(sequence):
@@ -295,6 +314,8 @@ class Scheduler:
                 sequence.n_cached = 0
                 if self.running:
                     self._is_start = False
+                    return budget
+                if self.room.is_moving:
                     return budget
                 if self._forget_prefixes(sequence):
                     continue

@@ -336,6 +336,8 @@ class SequenceCache:
         is_worth = 0 < gain_bytes <= share_bytes
         if make_pages is not None and make_pages(needs, is_worth):
             return allocate_all(self.pool, needs, owner)
+        if make_pages is not None and self.pool.moves.is_waiting:  # the next step goes on
+            return None
         if sum(n * allocator.unit_bytes(kind) for kind, n in needs.items()) > free_bytes + gain_bytes:
             return None
         if needs.keys() == {"kv"} and not self.states and needs["kv"] > self.free_pages("kv") + self.cached_pages:
@@ -343,9 +345,8 @@ class SequenceCache:
         asks_again = make_pages is not None and not is_worth and self.snapshots.are_few
         n_extra = 1
         while pages is None:
-            n_short = n_extra  # where experts may go first soon, one by one
-            if not asks_again:
-                n_short = max(n_extra, needs.get("kv", 0) - self.free_pages("kv"))
+            # where experts may go first soon, one by one
+            n_short = n_extra if asks_again else max(n_extra, needs.get("kv", 0) - self.free_pages("kv"))
             if not self.evict_prefix(n_short, states_first=self._lacks_states(needs)):
                 return None
             n_extra *= 2  # what lacks may be a whole larger page: give up faster and faster

@@ -7,6 +7,9 @@ gives content up (a cold expert) frees it before asking for a plan: what is stil
 
     isolate + reserve -> copy -> flip -> commit (frees the sources) -> finish
                     \\-> cancel (frees the targets)
+
+Steps of requests wait for moves, so a step makes only as many as its MoveBudget has (`keep_within`): a larger plan is
+made again in the next step, when the places that were emptied first are free, or still isolated.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import numpy as np
 
 from rimuru.base.errors import AuditError
 from rimuru.memory.allocator import KIND_NUMBER, PINNED_OWNER, PageAllocator, parent_kind
+from rimuru.memory.move_budget import MoveBudget, copy_cost
 from rimuru.memory.specs import PageKind
 
 if TYPE_CHECKING:
@@ -57,6 +61,46 @@ class MovePlan:
     def n_bytes(self) -> int:
         """Bytes to copy."""
         return sum(len(m.sources) * self.allocator.unit_bytes(m.kind) for m in self.moves)
+
+    @property
+    def cost_bytes(self) -> int:
+        """What the copies count as in a step's budget."""
+        return sum(len(m.sources) * copy_cost(self.allocator.unit_bytes(m.kind)) for m in self.moves)
+
+    def keep_within(self, budget: MoveBudget) -> bool:
+        """Drop the moves that this step has no budget for, and give their targets back: what stays empties the first
+        places, whole. False where some were dropped, maybe all."""
+        if self.cost_bytes <= budget.left_bytes:
+            return True
+        places = [self._places(move) for move in self.moves]
+        costs = np.zeros(self.l2_pages.size + self.huge.size, np.int64)
+        for move, place in zip(self.moves, places, strict=True):
+            costs += np.bincount(place, minlength=costs.size) * copy_cost(self.allocator.unit_bytes(move.kind))
+        n_kept = int((np.cumsum(costs) <= budget.left_bytes).sum())
+        if not budget.spent_bytes:  # one place is the least that helps: waiting for more budget would be in vain
+            n_kept = max(n_kept, int(np.argmax(costs > 0)) + 1)
+        kept = []
+        for move, place in zip(self.moves, places, strict=True):
+            self.allocator.free(move.kind, move.targets[place >= n_kept])
+            stays = place < n_kept
+            if stays.any():
+                kept.append(Move(move.kind, move.sources[stays], move.targets[stays]))
+        self.moves = kept
+        return False
+
+    def _places(self, move: Move) -> np.ndarray:
+        """int64 [n]: which of the places to empty, the L2 pages first, then the huge ones, each source lies in."""
+        allocator = self.allocator
+        offsets = move.sources.astype(np.int64) * allocator.layout.page_bytes(move.kind)
+        of_huge = np.full(allocator.n_huge, -1, np.int64)
+        of_huge[self.huge] = self.l2_pages.size + np.arange(self.huge.size)
+        places = of_huge[offsets // allocator.unit_bytes("huge")]
+        if self.l2_pages.size:
+            of_l2 = np.full(allocator.n_huge * allocator.per_huge(self.l2_kind), -1, np.int64)
+            of_l2[self.l2_pages] = np.arange(self.l2_pages.size)
+            within = of_l2[offsets // allocator.unit_bytes(self.l2_kind)]
+            places = np.where(within >= 0, within, places)
+        return places
 
     def n_moved(self) -> dict[PageKind, int]:
         """Pages to move, by kind."""
@@ -245,13 +289,15 @@ def make_room(
     cost: np.ndarray | None = None,
 ) -> tuple[bool, dict[PageKind, int]]:
     """Plan and carry out: whether n_wanted pages of a kind can be allocated now, and how many pages of each kind were
-    moved for it. Call between two steps."""
+    moved for it. Call between two steps. Where the step's budget ends before the plan, `pool.moves.is_waiting` is set:
+    the next step's call goes on."""
     if pool.allocator.can_allocate(kind, n_wanted):
         return True, {}
     plan = plan_compaction(pool.allocator, kind, n_wanted, cost) if pool.copier is not None else None
     if plan is None or pool.copier is None:
         return False, {}
-    moved = plan.n_moved()
+    is_whole = plan.keep_within(pool.moves)
+    moved, cost_bytes = plan.n_moved(), plan.cost_bytes
     try:
         execute(plan, pool, pool.copier, flip)
     except AuditError:
@@ -259,4 +305,6 @@ def make_room(
     except Exception as error:  # everything is where it was
         log.warning("%d pages of kind %s were not made: %s", n_wanted, kind, error)
         return False, {}
-    return True, moved
+    pool.moves.spend(cost_bytes)
+    pool.moves.is_waiting = pool.moves.is_waiting or not is_whole
+    return is_whole, moved

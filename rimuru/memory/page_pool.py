@@ -10,6 +10,7 @@ from rimuru.base import env
 from rimuru.base.errors import AuditError, NotEnoughMemoryError
 from rimuru.memory.allocator import PAGE_KINDS, PINNED_OWNER, Ids, PageAllocator
 from rimuru.memory.compaction import MovePlan
+from rimuru.memory.move_budget import STEP_MOVE_BYTES, MoveBudget
 from rimuru.memory.specs import PageKind, PoolLayout
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class PagePool:
             )
         limit = max(memory.mapped_bytes, limit_bytes or 0)
         self.allocator = PageAllocator(layout, n_huge, limit // layout.huge_bytes)
+        self.moves = MoveBudget(STEP_MOVE_BYTES["cuda"])
         self._buffers: list[np.ndarray] = []
         self._poisons = copier is not None and env.poison_free_pages()
 

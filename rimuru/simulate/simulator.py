@@ -17,7 +17,8 @@ from rimuru.arch.registry import read_config
 from rimuru.base.errors import BadInputError, NotEnoughMemoryError
 from rimuru.base.units import human_bytes
 from rimuru.engine.build import FIXED_SHARE
-from rimuru.engine.room import CompactingRoom, ExpertRoom
+from rimuru.engine.compacting_room import CompactingRoom
+from rimuru.engine.room import ExpertRoom
 from rimuru.engine.scheduler import Admission, Scheduler
 from rimuru.experts.device_places import n_loading_buffers
 from rimuru.experts.residency import ResidencyPolicy

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hybrid_world import END, N_VOCAB, World, expected_answer, make_world
+from hybrid_world import World, expected_answer, make_world, scatter, text
 
 from rimuru.arch.shapes import shape_table
 from rimuru.base.units import ceil_div
@@ -46,26 +46,6 @@ def test_waste_is_under_five_percent_at_every_mix(name: str, quant: str) -> None
     worst = max(1 - mix @ np.array(list(kinds.values())) / layout.huge_bytes for mix in mixes)
     assert worst < 0.05
     assert worst == pytest.approx(waste(layout)["fraction"], abs=1e-12)
-
-
-def text(rng: np.random.Generator, n_tokens: int) -> list[int]:
-    return [*rng.integers(3, N_VOCAB, n_tokens - 1).tolist(), END]
-
-
-def scatter(world: World, rng: np.random.Generator) -> None:
-    """Residents leave and others come at random, so that every huge page holds parts of many experts."""
-    store = world.store
-    assert store is not None
-    for _ in range(12):
-        rows = np.argwhere(store.residency.resident)
-        for slot, expert in rows[rng.choice(len(rows), 400, replace=False)].tolist():
-            world.pool.free("expert", store.take_out(slot, expert))
-        absent = np.argwhere(store.residency.exists & ~store.residency.resident)
-        for slot, expert in absent[rng.permutation(len(absent))].tolist():
-            pages = store.begin(slot)
-            if pages is None:
-                continue
-            store.settle(slot, expert, pages)
 
 
 def huge_pages_of_states(world: World) -> int:
