@@ -28,6 +28,13 @@ class Card:
     """Per layer that reads over the link while it runs: until the first bytes come, and the last are there."""
     overlap: float = 1.0
     """How much of the shorter one of reading weights and computing with them hides behind the longer one."""
+    in_place_gbps: float | None = None
+    """At which experts' kernels read absent experts where they lie, for more than IN_PLACE_TOKENS tokens; None: as fast
+    as the link."""
+    staged_gbps: float | None = None
+    """At which the host brings experts when a layer has chosen; None: as fast as the link."""
+    host_turn_us: float = 0.0
+    """Per layer whose choices the host waits for."""
 
     @property
     def memory_bytes_per_s(self) -> float:
@@ -58,6 +65,17 @@ ENGINE_OVERLAP = 0.0
 96 streams in 8, 14 and 24 GB: foretold to 5% in the mean, 17% at most (tools/bench/simulate_forecast.py)."""
 
 
+IN_PLACE_TOKENS = 128
+ENGINE_IN_PLACE_SHARE = 0.22
+"""Of the link's rate, for pieces of prompts: without loading buffers a prompt of 2,048 tokens ran at 31% of its rate,
+without fill on read at 33%; foretold 35 and 30. In steps of 32 and 96 streams kernels were measured at the link's rate
+where a third of the experts is missed, at a third of it where 3% are: no rate says both, so there it is the link's."""
+ENGINE_STAGED_SHARE = 0.45
+ENGINE_HOST_TURN_US = 420.0
+"""Without reading in place: 41, 145 and 5,320 tokens per second of 1 and 32 streams and a prompt of 2,048 tokens were
+measured, 41, 159 and 6,080 are foretold (tools/LOG.md, "Ablation")."""
+
+
 def card_named(name: str, rates: Mapping[str, float | None] | None = None) -> Card:
     """A built-in card, with other rates (RATES) where they are given. Raises BadInputError for an unknown name or a
     rate that is none."""
@@ -75,5 +93,6 @@ def as_used(card: Card) -> Card:
     shares = {key: share * getattr(card, key) for key, share in ENGINE_SHARES.items()}
     return replace(
         card, layer_overhead_us=ENGINE_LAYER_OVERHEAD_US, miss_overhead_us=ENGINE_MISS_OVERHEAD_US,
-        overlap=ENGINE_OVERLAP, **shares,
+        overlap=ENGINE_OVERLAP, in_place_gbps=ENGINE_IN_PLACE_SHARE * card.pcie_gbps,
+        staged_gbps=ENGINE_STAGED_SHARE * card.pcie_gbps, host_turn_us=ENGINE_HOST_TURN_US, **shares,
     )  # fmt: skip

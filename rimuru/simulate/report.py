@@ -40,6 +40,7 @@ class _Request:
     first_s: float | None = None
     last_s: float = 0.0
     n_tokens: int = 0
+    n_wanted: int = 0
 
 
 class Recorder:
@@ -57,7 +58,7 @@ class Recorder:
         self._every = 1
 
     def arrived(self, sequence: Sequence, arrival_s: float) -> None:
-        self._requests[sequence.seq_id] = _Request(arrival_s)
+        self._requests[sequence.seq_id] = _Request(arrival_s, n_wanted=sequence.params.max_tokens)
 
     def step(self, plan: StepPlan, time: StepTime, expanded_bytes: float, now: float) -> None:
         """A step has been planned and timed; it ends at `now`."""
@@ -98,6 +99,11 @@ class Recorder:
     def n_started(self) -> int:
         """Requests that have had a token."""
         return sum(request.first_s is not None for request in self._requests.values())
+
+    @property
+    def n_answered(self) -> int:
+        """Requests that have had all their tokens."""
+        return sum(request.n_tokens >= request.n_wanted for request in self._requests.values())
 
     @property
     def n_tokens(self) -> int:

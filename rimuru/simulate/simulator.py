@@ -167,6 +167,8 @@ class Simulation:
             self.room = CompactingRoom(self.cache, self.pool, layout)
         self.store = self._make_store(quotas, may_grow)
         self.room.store = self.store
+        if self._is_by_device:
+            self.store.n_buffers = n_buffers
         self.router = self._router(settings.seed)
         if settings.profile_tokens:
             self.store.residency.load_profile(self._profile(settings.profile_tokens))
@@ -313,9 +315,9 @@ class Simulation:
             context += sequence.n_cached + item.n_tokens
         queued_bytes = self.store.queued_bytes
         per_slot = self.store.use(counts, plan.n_tokens)
-        used, missed, absent = (self._by_layer(values) for values in per_slot)
+        used, missed, absent, in_place = (self._by_layer(values) for values in per_slot)
         n_rows = sum(item.samples for item in plan.items)
-        return StepLoad(plan.n_tokens, n_rows, context, len(plan.items), used, missed, absent, queued_bytes)
+        return StepLoad(plan.n_tokens, n_rows, context, len(plan.items), used, missed, absent, queued_bytes, in_place)
 
     def _by_layer(self, per_slot: np.ndarray) -> np.ndarray:
         found = np.zeros(len(self.cost.slot_of_layer))

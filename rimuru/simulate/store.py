@@ -39,6 +39,8 @@ class SimulatedStore(ResidentSet):
         self.n_asked = self.n_hits = self.n_expanded = 0
         self._new_owners: list[tuple[np.ndarray, int]] = []
         self._queue: deque[tuple[int, int, np.ndarray]] = deque()
+        self.n_buffers = max(layer.n_experts for layer in layout.layers) if fill_on_read else 0
+        """Experts of a layer that loading buffers take when they find no place. A host that fills has one for each."""
         self.queued_bytes = 0.0
         """Of expansions that the link still has to carry."""
         self._bytes = [layer.useful_bytes for layer in layout.layers]
@@ -54,13 +56,14 @@ class SimulatedStore(ResidentSet):
         return self.residency.n_resident - n_before
 
     # ---- a step
-    def use(self, counts: np.ndarray, n_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def use(self, counts: np.ndarray, n_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """A step uses these experts, int32 [n_slots, width] choices. Bytes float64 [n_slots] of the experts that are
-        used, used but absent, and absent at all; with fill on read, missed ones are resident afterwards."""
+        used, used but absent, absent at all, and read where they lie; with fill on read, missed ones are resident
+        afterwards, as far as they find a place."""
         residency = self.residency
         residency.begin_step(max(1, min(n_tokens, MOST_COUNTED_TOKENS)))
         n_slots = len(self._bytes)
-        used, missed = np.zeros(n_slots), np.zeros(n_slots)
+        used, missed, in_place = np.zeros(n_slots), np.zeros(n_slots), np.zeros(n_slots)
         absent = (residency.exists & ~residency.resident).sum(axis=1) * np.array(self._bytes, np.float64)
         is_used = counts > 0
         for slot, expert in [(s, e) for s, e, _ in self._queue if is_used[s, e]]:
@@ -75,8 +78,10 @@ class SimulatedStore(ResidentSet):
             used[slot], missed[slot] = n_used[slot] * self._bytes[slot], n_missed[slot] * self._bytes[slot]
             if n_missed[slot]:
                 self._fill(slot, is_used[slot], np.flatnonzero(is_missed[slot]))
+                n_left = int((is_missed[slot] & ~self._readable[slot]).sum())
+                in_place[slot] = max(0, n_left - self.n_buffers) * self._bytes[slot]
         self._note_owners()
-        return used, missed, absent
+        return used, missed, absent, in_place
 
     @property
     def _readable(self) -> np.ndarray:

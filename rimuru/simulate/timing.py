@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rimuru.simulate.cards import Card
+from rimuru.simulate.cards import IN_PLACE_TOKENS, Card
 from rimuru.simulate.model_cost import ModelCost
 
 PREDICTED_SHARE = 0.79
@@ -47,6 +47,8 @@ class StepLoad:
     absent_bytes: np.ndarray
     queued_bytes: float
     """Expansions in the link's queue."""
+    in_place_bytes: np.ndarray | float = 0.0
+    """Of what is used but absent, that which finds no place and no buffer: experts' kernels read it where it lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,12 @@ class TimeModel:
         self.cost, self.card, self.ways = cost, card, ways
         rate = 1.0 / (card.pcie_gbps * 1e9)
         self.seconds_per_byte = (1.0 - disk_share) * rate + disk_share * max(rate, 1.0 / (card.disk_gbps * 1e9))
+        self._more_in_place = self._more_than_link(card.in_place_gbps)
+        self._more_staged = self._more_than_link(card.staged_gbps)
+
+    def _more_than_link(self, gbps: float | None) -> float:
+        """Seconds that a byte takes beyond the link's time, at such a rate."""
+        return 0.0 if gbps is None else max(0.0, 1.0 / (gbps * 1e9) - self.seconds_per_byte)
 
     def step(self, load: StepLoad) -> StepTime:
         """The fastest way for this step."""
@@ -109,16 +117,18 @@ class TimeModel:
     ) -> StepTime:  # fmt: skip
         """Follow the layers: `now` on the device, `link` = when the link is free again."""
         early, late = self._bytes(way, load)
-        early_s, late_s = (early * self.seconds_per_byte).tolist(), (late * self.seconds_per_byte).tolist()
+        early_s = (early * self.seconds_per_byte).tolist()
+        late_s = (late * self.seconds_per_byte + self._slower(way, load)).tolist()
         now, link, previous = 0.0, load.queued_bytes * self.seconds_per_byte, 0.0
         in_place, waiting = way in ("in place", "predicted"), self.card.miss_overhead_us * 1e-6
+        turn = self.card.host_turn_us * 1e-6 if way == "blocking" else 0.0
         for dense_s, expert_s, local_s, copy_s, read_s in zip(
             dense.tolist(), experts.tolist(), local.tolist(), early_s, late_s, strict=True
         ):
             if copy_s:  # begins with the layer before: its buffer is free then
                 link = max(link, previous) + copy_s
             previous = now
-            now += dense_s
+            now += dense_s + (turn if expert_s else 0.0)
             if copy_s:
                 now = max(now, link)
             if not read_s:
@@ -132,6 +142,14 @@ class TimeModel:
         step_s = max(now + ends, link)
         link_bytes = float(early.sum() + late.sum())
         return StepTime(step_s, compute_s, link_bytes, link_bytes * self.seconds_per_byte, way)
+
+    def _slower(self, way: str, load: StepLoad) -> np.ndarray | float:
+        """Seconds by layer that reading takes beyond the link's time."""
+        if way == "blocking":
+            return load.missed_bytes * self._more_staged
+        if way == "in place" and load.n_tokens > IN_PLACE_TOKENS:
+            return load.in_place_bytes * self._more_in_place
+        return 0.0
 
     def _bytes(self, way: str, load: StepLoad) -> tuple[np.ndarray, np.ndarray]:
         """Bytes per layer that are copied ahead of the layer, and that are read when it runs."""

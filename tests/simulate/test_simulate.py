@@ -13,7 +13,14 @@ from rimuru.arch.shapes import shape_gguf
 from rimuru.base.errors import BadInputError, NotEnoughMemoryError
 from rimuru.cli import main
 from rimuru.memory.adjuster import DecisionLog
-from rimuru.simulate.cards import Card, as_used, card_named
+from rimuru.simulate.cards import (
+    ENGINE_HOST_TURN_US,
+    ENGINE_IN_PLACE_SHARE,
+    ENGINE_STAGED_SHARE,
+    Card,
+    as_used,
+    card_named,
+)
 from rimuru.simulate.model_cost import model_cost
 from rimuru.simulate.simulator import Settings, Simulation
 from rimuru.simulate.timing import PREDICTED_SHARE, StepLoad, TimeModel, Ways
@@ -149,6 +156,37 @@ def test_ways_hide_what_they_can(qwen) -> None:  # type: ignore[no-untyped-def]
     assert times["prefetch"].step_s >= absent.sum() / 25e9 > times["in place"].link_s
     queued = TimeModel(cost, FAST, Ways()).step(load(cost, queued_bytes=25e9))
     assert queued.step_s == pytest.approx(1.0)
+
+
+def test_what_finds_no_place_is_read_slowly_by_many_tokens(qwen) -> None:  # type: ignore[no-untyped-def]
+    """On a card as this engine uses it: of a piece of a prompt, not of steps of some streams."""
+    cost = Simulation(qwen, settings(policy="static")).cost
+    used = as_used(card_named("rtx4090"))
+    missed = 6 * cost.expert_bytes
+    took = {
+        (n_tokens, share): TimeModel(cost, used, Ways(True, False, False))
+        .step(load(cost, n_tokens=n_tokens, missed_bytes=missed, in_place_bytes=share * missed))
+        .step_s
+        for n_tokens in (96, 512)
+        for share in (0.0, 0.5)
+    }
+    assert took[96, 0.5] == took[96, 0.0]
+    more_s = 0.5 * missed.sum() / 25e9 * (1 / ENGINE_IN_PLACE_SHARE - 1)
+    assert took[512, 0.5] == pytest.approx(took[512, 0.0] + more_s, rel=1e-6)
+
+
+def test_a_host_that_brings_experts_waits_for_every_layers_choices(qwen) -> None:  # type: ignore[no-untyped-def]
+    cost = Simulation(qwen, settings(policy="static")).cost
+    used = as_used(card_named("rtx4090"))
+    missed = 2 * cost.expert_bytes
+    plain = dataclasses.replace(used, staged_gbps=None, host_turn_us=0.0)
+    slow, fast = (
+        TimeModel(cost, card, Ways(False, False, False)).step(load(cost, missed_bytes=missed)).step_s
+        for card in (used, plain)
+    )
+    n_turns = int((missed > 0).sum())
+    more_s = missed.sum() / 25e9 * (1 / ENGINE_STAGED_SHARE - 1) + n_turns * 1e-6 * ENGINE_HOST_TURN_US
+    assert slow == pytest.approx(fast + more_s, rel=1e-6)
 
 
 def test_experts_on_disk_cost_the_disks_rate(qwen) -> None:  # type: ignore[no-untyped-def]
