@@ -254,16 +254,15 @@ class _Builder:
             cache.make_pages = room.make_pages  # a fixed number of experts gives none up
         sampler = Sampler(ops, most_rows)
         waits_for_ids = isinstance(self.store, TieredExpertStore)
-        runner = Runner(model, ops, sampler.ids, may_replay=not waits_for_ids)
+        runner = Runner(model, ops, sampler.ids, self._is_watched, may_replay=not waits_for_ids)
         sizes = sorted({ops.padded_sequences(n) for n in range(1, resolved.max_sequences + 1)})
         steps = rehearsal_steps(resolved.max_step_tokens, sizes, layout, self.store)
         wait_for_kernels = ops.prepare(runner.all_rows, steps)
         self._fill_store()
         wait_for_kernels(lambda done, total: self.progress("kernels", done, total))
         shared = cpu_share(self.store, self.model_config, self.config, resolved.device, resolved.threads)
-        reader_stand_in.cpu_experts = shared
-        if isinstance(self.store, DeviceExpertStore):
-            runner.way_of = (ways := StepWays(self.store, shared)).begin
+        if shared is not None:
+            reader_stand_in.cpu_experts, runner.lends = shared, shared.begin_step
         tokenizer = Tokenizer.from_kv(self.gguf.kv, str(self.gguf.path))
         scheduler = Scheduler(cache, room, resolved.max_step_tokens, resolved.max_sequences)
         engine = Engine(
@@ -291,6 +290,10 @@ class _Builder:
     def _advance(self, n_bytes: int) -> None:
         self._done += n_bytes
         self.progress("dense weights", self._done, max(self.expected_dense_bytes, self._done))
+
+    def _is_watched(self) -> bool:
+        """Whether the next step's experts are watched (DeviceExpertStore.is_watching)."""
+        return not isinstance(self.store, DeviceExpertStore) or self.store.is_watching
 
     def _share_out(self, dense_bytes: int, logit_bytes: int, most_rows: int) -> tuple[int, int]:
         """Allocate the scratch and map the pool: (bytes of scratch, context that fits). Where the budget is tight,
