@@ -25,6 +25,12 @@
 // Where `foretells`, the ids are what the layer's tokens will likely choose, before its turn: those who are missed come into
 // places (not into buffers, which are for a turn), and nothing is counted.
 //
+// Who came into a place is written down, in a ring that all layers share and the host reads beside the steps:
+//
+//   log: entries since the start, then LOG_ENTRIES of them, number n at 1 + n % LOG_ENTRIES
+//   entry, from the lowest bit: layer slot 10, comer 10, victim + 1 11 (0 = nobody had to leave), place 10, foretold 1,
+//          lap of the ring 3 (from 1: says whether an entry is there yet, or gone), step 18
+//
 // moe_set_places (one warp): the host gives a layer's places other pages, new ones, or takes them away.
 
 #include "common/follow.cuh"
@@ -36,6 +42,7 @@
 #define THREAD_EXPERTS (MAX_EXPERTS / FETCH_THREADS)
 #define VECTORS 4  // of 16 bytes, under way at once in a thread
 #define CHUNK_BYTES (FETCH_THREADS * VECTORS * 16)
+#define LOG_ENTRIES 8192
 
 enum { NOT_CONCERNED = 0, MISSED = 1, MAY_LEAVE = 2 };
 enum { BY_RECENCY = 0, ALL_COME = 1, MOST_FILLS = 2, MOST_BUFFERED = 3, DECAY = 4 };          // control; DECAY: a float
@@ -64,6 +71,12 @@ __device__ __forceinline__ int rank_of(const FetchPlan& plan, int e, int n_exper
         rank += plan.kinds[f] == kind && before;
     }
     return rank;
+}
+
+__device__ __forceinline__ i64 log_entry(i64 number, int step, int slot, int comer, int victim, int place, int foretold) {
+    u64 lap = (u64)number / LOG_ENTRIES + 1;
+    return (i64)((u64)(step & 0x3FFFF) << 45 | (lap & 7) << 42 | (u64)foretold << 41 | (u64)place << 31 |
+                 (u64)(victim + 1) << 20 | (u64)comer << 10 | (u64)slot);
 }
 
 // Chunk number `chunk` of a page, by all threads of a block.
@@ -102,7 +115,9 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
               i64* copies,           // see above, or null = copy here
               bool* now,             // [n_experts], chosen and can be read now; like the next, with copies
               bool* later,           // [n_experts], chosen and can be read after the copies
+              i64* log,              // [1 + LOG_ENTRIES], see above
               int n_buffers, int buffer_pages, int n_tokens, int top_k, int n_experts, int n_pages, int page_bytes,
+              int slot,         // of the layer among those with experts, for the log
               int foretells) {  // the ids are a forecast: bring into places what is missed, count nothing
     __shared__ __align__(16) FetchPlan plan;
     int thread = threadIdx.x;
@@ -135,6 +150,7 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
     int may_fill = min(control[MOST_FILLS], MAX_COMERS), may_buffer = foretells ? 0 : min(control[MOST_BUFFERED], n_buffers);
     float decay_tokens = __int_as_float(control[DECAY]);
     int step = totals[STEPS] + 1;
+    i64 n_logged = log[0];  // these kernels run one after the other, so nobody else writes to the log meanwhile
     for (int i = thread; i < n_tokens * top_k; i += FETCH_THREADS) {
         int e = ids[i], position = positions[i / top_k];
         if (position < 0) continue;
@@ -232,7 +248,10 @@ extern "C" __global__ void __launch_bounds__(FETCH_THREADS)
         if (plan.victims[fill] >= 0) place_of[plan.victims[fill]] = -1;
         place_of[plan.comers[fill]] = plan.places[fill];
         holders[plan.places[fill]] = plan.comers[fill];
+        log[1 + (u64)(n_logged + fill) % LOG_ENTRIES] =
+            log_entry(n_logged + fill, step, slot, plan.comers[fill], plan.victims[fill], plan.places[fill], foretells);
     }
+    if (thread == 0 && n_fills > 0) log[0] = n_logged + n_fills;
     if (foretells) {  // loading buffers stay as they are: the layer's own turn gives them back
         if (thread == 0 && n_fills > 0) atomicAdd((u32*)totals + FORETOLD, (u32)n_fills);
         return;

@@ -116,10 +116,9 @@ class LoadedModel:
             report["hit_rate"] = self.store.counters.hit_rate
             report["read_bytes"] = self.store.counters.read_bytes
             report["forecasts"] = self.store.rates.forecasts.snapshot()
+            report["decisions"] = self.room.decisions.snapshot()
         if isinstance(self.store, TieredExpertStore):
             report["tiers"] = self.store.tiers()
-        if isinstance(self.room, ExpertRoom):
-            report["decisions"] = self.room.decisions.snapshot()
         return report
 
     def resize(self, memory_bytes: int) -> None:

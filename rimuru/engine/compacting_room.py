@@ -8,9 +8,9 @@ import numpy as np
 
 from rimuru.base.units import ceil_div, counted
 from rimuru.engine.elastic_store import ElasticStore
-from rimuru.memory.adjuster import DecisionLog, Record
 from rimuru.memory.cache import SequenceCache
 from rimuru.memory.compaction import make_room
+from rimuru.memory.decisions import DecisionLog, Record
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import PageKind, PoolLayout
 from rimuru.memory.state_cache import allocate_all, free_all
@@ -23,9 +23,17 @@ class CompactingRoom:
 
     def __init__(self, cache: SequenceCache, pool: PagePool, layout: PoolLayout) -> None:
         self.cache, self.pool, self.layout = cache, pool, layout
-        self.store: ElasticStore | None = None
+        self._store: ElasticStore | None = None
         self.decisions = DecisionLog()
         cache.make_pages = self.make_pages
+
+    @property
+    def store(self) -> ElasticStore | None:
+        return self._store
+
+    @store.setter
+    def store(self, store: ElasticStore) -> None:
+        self._store, self.decisions.fills = store, store.fills
 
     def make(
         self, seq_id: int, n_tokens: int, n_running: int = 0, is_running: bool = False, again_s: float = 0.0

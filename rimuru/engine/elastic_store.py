@@ -8,6 +8,7 @@ import numpy as np
 
 from rimuru.experts.residency import Residency
 from rimuru.memory.adjuster import StepRates
+from rimuru.memory.decisions import FillLog
 from rimuru.memory.views import ExpertView
 
 
@@ -20,6 +21,8 @@ class ElasticStore(Protocol):
     def residency(self) -> Residency: ...
     @property
     def rates(self) -> StepRates: ...
+    @property
+    def fills(self) -> FillLog: ...
     def shrink(self, n_experts: int) -> list[tuple[int, int]]: ...
     def expand(self, n_experts: int) -> list[tuple[int, int]]: ...
     @property

@@ -10,14 +10,9 @@ import numpy as np
 
 from rimuru.base.units import ceil_div, counted
 from rimuru.engine.compacting_room import CompactingRoom
-from rimuru.memory.adjuster import (
-    Record,
-    cost_expand,
-    offload_target,
-    paper_decision,
-    shrink_pays,
-)
+from rimuru.memory.adjuster import cost_expand, offload_target, paper_decision, shrink_pays
 from rimuru.memory.cache import SequenceCache
+from rimuru.memory.decisions import Record
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import PageKind, PoolLayout
 

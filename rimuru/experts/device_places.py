@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from rimuru.experts.host_arena import BLOCK_BYTES
+from rimuru.experts.places_jit import take_fills
 from rimuru.experts.residency import DECAY_TOKENS, Residency
+from rimuru.memory.decisions import FillLog
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import ExpertLayout
 from rimuru.memory.views import ExpertView, moved_entries
@@ -24,6 +26,7 @@ from rimuru.ops.places import (
     BY_RECENCY,
     COMMAND_FIELDS,
     DECAY,
+    LOG_ENTRIES,
     MAX_COMERS,
     MAX_COMMANDS,
     MOST_BUFFERED,
@@ -55,7 +58,8 @@ def places_bytes(layout: ExpertLayout) -> int:
     commands = MAX_COMMANDS * (COMMAND_FIELDS + layout.max_pages) * 8
     shared = 4 * (N_TOTALS * len(layout.layers) + N_CONTROLS) + 8 * MAX_COMERS * layout.max_pages
     aside = 8 * n_copy_entries(layout.max_pages) + 2 * widest_layer(layout)
-    return 16 * layout.n_pages + PLACE_BYTES * layout.n_experts + shared + commands + aside
+    log_bytes = 8 * (1 + LOG_ENTRIES)
+    return 16 * layout.n_pages + PLACE_BYTES * layout.n_experts + shared + commands + aside + log_bytes
 
 
 def home_bytes(layout: ExpertLayout) -> int:
@@ -116,16 +120,26 @@ class DevicePlaces:
     """Places of all layers of one model. A place is a number below the layer's number of experts."""
 
     def __init__(
-        self, layout: ExpertLayout, view: ExpertView, pool: PagePool, ops: Ops, copier: Copier, buffers: np.ndarray
+        self,
+        layout: ExpertLayout,
+        view: ExpertView,
+        pool: PagePool,
+        ops: Ops,
+        copier: Copier,
+        buffers: np.ndarray,
+        fills: FillLog,
     ) -> None:
-        """buffers: pool page ids int32 [n_buffers, most pages of an expert] of the loading buffers."""
+        """buffers: pool page ids int32 [n_buffers, most pages of an expert] of the loading buffers. fills: learns from
+        reports who came."""
         self.layout, self.view, self.pool, self.ops, self.copier = layout, view, pool, ops, copier
+        self.fills, self.last_step = fills, 0
+        """last_step: the engine's last step that counts on the device, among those that were queued."""
         n_experts, n_entries, n_layers = layout.n_experts, layout.n_pages, len(layout.layers)
         self.page_ids = np.full(n_entries, -1, np.int32)
         """Pool pages of the places; a place's entries lie like those of the expert of its number."""
-        self._heard_array = ops.empty((2 * n_experts + N_TOTALS * n_layers,), np.int32)
+        parts = np.cumsum([n_experts, n_experts, N_TOTALS * n_layers, 2 * (1 + LOG_ENTRIES)])
+        self._heard_array = ops.empty((int(parts[-1]),), np.int32)
         self._heard_address = ops.address(self._heard_array)
-        parts = np.cumsum([n_experts, n_experts])
         self.arrays = ExpertPlaces(
             page_bytes=layout.page_bytes,
             addresses=ops.empty((n_entries,), np.int64),
@@ -136,13 +150,14 @@ class DevicePlaces:
             last_used=ops.empty((n_experts,), np.int32),
             scores=ops.empty((n_experts,), np.float32),
             counts=self._heard_array[parts[0] : parts[1]],
-            totals=self._heard_array[parts[1] :],
+            totals=self._heard_array[parts[1] : parts[2]],
             buffered=ops.empty((n_experts,), np.int32),
             control=ops.empty((N_CONTROLS,), np.int32),
             buffers=ops.empty((max(1, len(buffers)), layout.max_pages), np.int64),
             copies=ops.empty((n_copy_entries(layout.max_pages),), np.int64),
             now=ops.empty((widest_layer(layout),), np.bool_),
             later=ops.empty((widest_layer(layout),), np.bool_),
+            log=self._heard_array[parts[2] :].view(np.int64),  # an even number of entries lies before it
         )
         self.n_buffers = len(buffers)
         if self.n_buffers:
@@ -154,11 +169,14 @@ class DevicePlaces:
         self._rule: tuple[bool, bool, float, bool] | None = None
         self._control = np.zeros(N_CONTROLS, np.int32)
         self._control[DECAY] = np.float32(1.0).view(np.int32)
-        self._mailbox = copier.alloc_host(4 * (2 * n_experts + N_TOTALS * n_layers)).view(np.int32)
-        self._last = np.zeros(self._mailbox.size, np.int32)
+        self._mailbox = copier.alloc_host(4 * int(parts[-1])).view(np.int32)
+        self._last = np.zeros(int(parts[2]), np.int32)
+        self._log = self._mailbox[parts[2] :].view(np.int64)
+        self._n_taken = 0
+        """Fills of the log that are known by now, or lost."""
         self._marker: object = None
         self._is_asked = False
-        self._asked_at = self._epoch = 0
+        self._asked_at = self._epoch = self._asked_step = 0
         self._changed_at = np.zeros(n_experts, np.int64)
         self.start(np.zeros(n_experts, np.int64), np.zeros(n_experts, np.float32))
 
@@ -171,7 +189,7 @@ class DevicePlaces:
             layer, self.layout.page_bytes, a.addresses[entries].reshape(shape), a.homes[rows],
             a.pages[entries].reshape(shape), a.holders[rows], a.place_of[rows], a.last_used[rows], a.scores[rows],
             a.counts[rows], a.buffered[rows], a.totals[slot * N_TOTALS : (slot + 1) * N_TOTALS], a.control, a.buffers,
-            a.copies, a.now[: layer.n_experts], a.later[: layer.n_experts],
+            a.copies, a.now[: layer.n_experts], a.later[: layer.n_experts], a.log, slot,
         )  # fmt: skip
 
     # ---- the beginning
@@ -191,7 +209,8 @@ class DevicePlaces:
         ops.assign(a.scores, scores.astype(np.float32))
         self._last[:] = 0
         self._last[: len(homes)] = self.holders_at_start()
-        ops.assign(self._heard_array, self._last)
+        ops.assign(self._heard_array, np.concatenate([self._last, np.zeros(2 * (1 + LOG_ENTRIES), np.int32)]))
+        self._n_taken = 0
         ops.assign(a.control, self._control)
 
     def holders_at_start(self) -> np.ndarray:
@@ -314,7 +333,8 @@ class DevicePlaces:
         if self._is_asked:
             return False
         self.copier.copy_out(self._mailbox, self._heard_address)
-        self._marker, self._is_asked, self._asked_at = self.copier.record(), True, self._epoch
+        self._marker, self._is_asked = self.copier.record(), True
+        self._asked_at, self._asked_step = self._epoch, self.last_step
         return True
 
     def hear(self) -> Heard | None:
@@ -336,10 +356,21 @@ class DevicePlaces:
 
     def _take(self) -> Heard:
         self._is_asked = False
-        n, now = len(self._changed_at), self._mailbox.copy()
+        n, now = len(self._changed_at), self._mailbox[: len(self._last)].copy()
         new = now[n:].view(np.uint32) - self._last[n:].view(np.uint32)  # modulo 2^32, as they are counted
         self._last = now
+        self._take_fills(now[2 * n :].reshape(-1, N_TOTALS))
         return Heard(now[:n], new[:n], new[n:].reshape(-1, N_TOTALS), self._changed_at <= self._asked_at)
+
+    def _take_fills(self, totals: np.ndarray) -> None:
+        """Note who came since the last report; totals int32 [L, N_TOTALS] of this one."""
+        fills = self.fills
+        self._n_taken, n_known, n_foretold, n_lost = take_fills(
+            self._log, self._n_taken, totals, self._asked_step, fills.rows, fills.n_known, fills.per_layer
+        )
+        fills.n_known += n_known
+        fills.n_foretold += n_foretold
+        fills.n_lost += n_lost
 
     def update_view(self, holders: np.ndarray) -> None:
         """Make view and owner tags say who holds which pages, from an exact report. Empty places belong to nobody."""

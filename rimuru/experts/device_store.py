@@ -90,7 +90,7 @@ class DeviceExpertStore(ResidentSet):
         """Who decides which experts are resident."""
         self.expands_freely = self.by_device
         self.rates.way = "fill" if self.by_device else "in place"
-        self.places = DevicePlaces(layout, view, pool, ops, copier, self._take_buffers(n_buffers))
+        self.places = DevicePlaces(layout, view, pool, ops, copier, self._take_buffers(n_buffers), self.fills)
         self._holders = np.full(layout.n_experts, -1, np.int32)
         """By the device: of each place (a layer's places begin at the row of its first expert) an expert of the layer,
         as last heard. Places that nobody holds yet have one in name, so that residents and places are as many."""
@@ -359,6 +359,8 @@ class DeviceExpertStore(ResidentSet):
         self._n_steps += 1
         if self._n_steps % REPORT_STEPS == 0 and self.places.ask():
             self._clock.ask()
+        if self.is_watching:
+            self.places.last_step = self.residency.step
 
     def catch_up(self) -> None:
         """Wait for the steps so far, and note everything they chose. Nothing runs now."""

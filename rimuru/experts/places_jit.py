@@ -5,7 +5,23 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from rimuru.ops.places import ASKED, FILLS, FORETOLD, HITS, STEPS, TOKENS
+from rimuru.memory.decisions import EXPERT, IS_FORETOLD, PLACE, SLOT, STEP, VICTIM
+from rimuru.ops.places import (
+    ASKED,
+    COMER_AT,
+    FILLS,
+    FORETOLD,
+    FORETOLD_AT,
+    HITS,
+    LAP_AT,
+    LAPS,
+    PLACE_AT,
+    STEP_AT,
+    STEP_BITS,
+    STEPS,
+    TOKENS,
+    VICTIM_AT,
+)
 
 
 @numba.njit(cache=True, nogil=True, fastmath=False)
@@ -42,6 +58,47 @@ def take_over(
                 named[row] = free
                 taken[free] = True
     return n_empty
+
+
+@numba.njit(cache=True, nogil=True, fastmath=False)
+def take_fills(
+    log: np.ndarray,  # int64 [1 + ring], as the device reports it: see rimuru/ops/places.py
+    n_taken: int,  # fills that were taken before, or lost
+    totals: np.ndarray,  # int32 [layers, N_TOTALS] of the same report
+    last_step: int,  # the engine's: the last that these totals count
+    rows: np.ndarray,  # int64 [kept, N_FILL_FIELDS]: FillLog.rows, a ring as well
+    n_rows: int,  # that were written to it before
+    per_layer: np.ndarray,  # int64 [layers], counts one more for each
+) -> tuple[int, int, int, int]:
+    """New fills go to `rows`: fills taken or lost by now, and of the new ones, known, of these foretold, lost.
+
+    A report may be copied while a step writes. An entry that is not there yet has the lap before: it and those behind
+    it are for the next report. One of a later lap has been written over, and is lost."""
+    n_entries, n_there = len(log) - 1, log[0]
+    first = max(n_taken, n_there - n_entries)
+    n_known, n_foretold, n_lost = 0, 0, first - n_taken
+    for number in range(first, n_there):
+        entry = log[1 + number % n_entries]
+        n_laps_off = ((entry >> LAP_AT) - number // n_entries - 1) % LAPS
+        if n_laps_off >= LAPS // 2:
+            return number, n_known, n_foretold, n_lost
+        if n_laps_off:
+            n_lost += 1
+            continue
+        slot = entry & ((1 << COMER_AT) - 1)
+        age = (totals[slot, STEPS] - (entry >> STEP_AT)) & ((1 << STEP_BITS) - 1)
+        if age >= 1 << (STEP_BITS - 1):  # foretold for a step that was not yet
+            age -= 1 << STEP_BITS
+        row = rows[(n_rows + n_known) % len(rows)]
+        row[STEP], row[SLOT] = last_step - age, slot
+        row[EXPERT] = (entry >> COMER_AT) & ((1 << (VICTIM_AT - COMER_AT)) - 1)
+        row[VICTIM] = ((entry >> VICTIM_AT) & ((1 << (PLACE_AT - VICTIM_AT)) - 1)) - 1
+        row[PLACE] = (entry >> PLACE_AT) & ((1 << (FORETOLD_AT - PLACE_AT)) - 1)
+        row[IS_FORETOLD] = (entry >> FORETOLD_AT) & 1
+        n_foretold += row[IS_FORETOLD]
+        per_layer[slot] += 1
+        n_known += 1
+    return max(n_taken, n_there), n_known, n_foretold, n_lost
 
 
 @numba.njit(cache=True, nogil=True, fastmath=False)

@@ -16,6 +16,7 @@ import numpy as np
 from rimuru.base.errors import AuditError
 from rimuru.experts.residency import Residency, ResidencyPolicy
 from rimuru.memory.allocator import PINNED_OWNER
+from rimuru.memory.decisions import FillLog
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.specs import ExpertLayout
 from rimuru.memory.views import ExpertView
@@ -51,15 +52,19 @@ class ResidentSet:
         self.layout, self.pool, self.view = layout, pool, view
         self.quotas, self.may_grow, self.fill_on_read = quotas, may_grow, fill_on_read
         self.residency = Residency(layout, residency)
+        self.fills = FillLog(layout)
         self.expands_freely = False
         """Whether `expand` moves nothing: its pages are for experts that steps read anyway."""
         self._n_loading_pages = 0
+        self._left_for: dict[int, int] = {}
+        """Of the fills that were claimed last: experts and the victims whose pages they got."""
 
     # ---- pages for experts that a step reads
     def claim_pages(self, slot: int, in_use: np.ndarray, missing: np.ndarray) -> list[tuple[int, np.ndarray]]:
         """(expert, pages) for as many of the missing experts as policy allows: free pages, or those of the layer's
         victims, never of an expert in_use (ids of the layer's experts that the running step uses)."""
         fills: list[tuple[int, np.ndarray]] = []
+        self._left_for.clear()
         if not self.fill_on_read:
             return fills
         for expert in missing.tolist():
@@ -73,6 +78,7 @@ class ResidentSet:
             for expert, victim in self.residency.exchanges(slot, busy, missing[len(fills) :]):
                 pages = self.take_out(slot, victim)
                 self._pin(pages)
+                self._left_for[expert] = victim
                 fills.append((expert, pages))
         return fills
 
@@ -102,6 +108,11 @@ class ResidentSet:
         self.pool.allocator.set_owners("expert", pages, self.view.row(slot, expert))
         self.view.place(slot, expert, pages)
         self.residency.resident[slot, expert] = True
+
+    def settle_fill(self, slot: int, expert: int, pages: np.ndarray) -> None:
+        """Settle one of the last `claim_pages`, and note it."""
+        self.settle(slot, expert, pages)
+        self.fills.add(self.residency.step, slot, expert, self._left_for.get(expert, -1))
 
     def give_up(self, pages: np.ndarray) -> None:
         """A read failed or is not wanted any more: its pages go back."""

@@ -178,7 +178,7 @@ class HostExpertStore(ResidentSet):
                 active = np.array([expert for expert, _ in targets], np.int64)
                 for expert, pages in targets[:n_fills]:
                     if expert not in lost:
-                        self.settle(slot, expert, pages)
+                        self.settle_fill(slot, expert, pages)
                         self._unreadable.discard((slot, expert))
                 unsettled = [fill for fill in unsettled if not self.residency.resident[slot, fill[0]]]
                 passing = [target for target in targets[:n_fills] if target[0] in lost] + targets[n_fills:]

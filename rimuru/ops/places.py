@@ -31,6 +31,21 @@ MAX_COMMANDS = 64
 COMMAND_FIELDS = 4
 """Of a command, before its page addresses: first expert of the layer, first table entry, pages of an expert, place."""
 
+LOG_ENTRIES = 8192
+"""Fills that the ring of `log` holds: some 20 of each layer in the steps between two reports, of 48 layers."""
+COMER_AT, VICTIM_AT, PLACE_AT, FORETOLD_AT, LAP_AT, STEP_AT = 10, 20, 31, 41, 42, 45
+"""First bits of the fields of an entry of `log`; the layer slot is below. See cuda_src/moe/residency.cu."""
+LAPS, STEP_BITS = 8, 18
+"""Laps of the ring are counted modulo LAPS, steps modulo 2^STEP_BITS."""
+
+
+def fill_entry(number: int, step: int, slot: int, comer: int, victim: int, place: int, foretold: bool) -> int:
+    """Entry of `log` for fill `number` since the start; victim -1: the place was empty."""
+    lap = (number // LOG_ENTRIES + 1) % LAPS
+    when = (step % (1 << STEP_BITS)) << STEP_AT | lap << LAP_AT
+    who = slot | comer << COMER_AT | (victim + 1) << VICTIM_AT | place << PLACE_AT
+    return when | int(foretold) << FORETOLD_AT | who
+
 
 def n_copy_entries(max_pages: int) -> int:
     """Entries of `copies`."""
@@ -58,6 +73,8 @@ class LayerPlaces:
     copies: Array  # int64 [n_copy_entries(most pages)], the same for all layers; see cuda_src/moe/residency.cu
     now: Array  # bool [n_experts], the same for all layers: of the experts that were asked for, those that can be read
     later: Array  # bool [n_experts], the same for all layers: and those that can after join_fetch
+    log: Array  # int64 [1 + LOG_ENTRIES], the same for all layers: fills since the start, and the last ones
+    slot: int  # of the layer, in entries of `log`
 
 
 @dataclass(slots=True)
@@ -80,3 +97,4 @@ class ExpertPlaces:
     copies: Array  # int64 [n_copy_entries(most pages)]: copies that a layer still has to make
     now: Array  # bool [experts of the widest layer]
     later: Array  # bool [experts of the widest layer]
+    log: Array  # int64 [1 + LOG_ENTRIES]: fills since the start, and the last ones (fill_entry)

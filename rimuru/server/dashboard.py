@@ -14,8 +14,7 @@ import numpy as np
 
 from rimuru.base.units import counted, human_bytes
 from rimuru.engine.build import LoadedModel
-from rimuru.engine.room import ExpertRoom
-from rimuru.memory.adjuster import DecisionLog, Record
+from rimuru.memory.decisions import DecisionLog, FillLog, Record
 from rimuru.memory.page_pool import BUFFER_OWNER
 from rimuru.memory.specs import PageKind
 from rimuru.server.loop import EngineLoop
@@ -26,6 +25,9 @@ MAX_CELLS = 1536
 OBSERVE_S = 0.5
 RUN_STEPS = 32
 """Decisions of one kind that lie no further apart, with no other in between, are one line."""
+FILL_PAUSE_S = 10.0
+"""Experts that steps brought in are one line until there were none for so long; of such lines MOST_FILL_LINES."""
+MOST_FILL_LINES = 4
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?: (?:expert|page|request)s?)?(?: is| are)?")
 _EXPERT, _BUFFER, _SHARED, _SSM, _CONV, _REQUEST = range(6)
 _CLASS_BITS = 40
@@ -46,6 +48,10 @@ class ChangeLog:
         """What the newest entry tells of, where it is decisions."""
         self._seen: dict[str, int] | None = None
         self._n_decisions = 0
+        self._fill_runs: deque[_FillRun] = deque(maxlen=MOST_FILL_LINES)
+        """The newest first."""
+        self._fills: FillLog | None = None
+        self._seen_fills = (np.zeros(0, np.int64), 0, 0)
         self._next = 0.0
 
     def observe(self) -> None:
@@ -54,9 +60,9 @@ class ChangeLog:
         if now < self._next:
             return
         self._next = now + OBSERVE_S
-        room = self.loaded.room
-        if isinstance(room, ExpertRoom):
-            self._take_decisions(room.decisions)
+        decisions = self.loaded.room.decisions
+        self._take_decisions(decisions)
+        self._take_fills(decisions.fills)
         current = {
             "huge": self.loaded.pool.allocator.n_huge,
             "preempted": self.loaded.engine.scheduler.n_preemptions,
@@ -67,11 +73,33 @@ class ChangeLog:
             self._compare(before, current)
 
     def _take_decisions(self, decisions: DecisionLog) -> None:
-        n_all = sum(decisions.counts.values())
-        new = decisions.records(n_all - self._n_decisions)
-        self._n_decisions = n_all
+        new = decisions.records(decisions.n - self._n_decisions)
+        self._n_decisions = decisions.n
         for (action, reason), group in itertools.groupby(new, key=lambda record: (record.action, record.reason)):
             self._decided(_Run.of(action, reason, list(group)))
+
+    def _take_fills(self, fills: FillLog) -> None:
+        """Fills come by the thousand: they are told by their number, in lines of their own."""
+        if self._fills is not fills:
+            self._fills, self._seen_fills = fills, (np.zeros_like(fills.per_layer), 0, 0)
+            self._fill_runs.clear()
+        per_layer, n_foretold, n_lost = self._seen_fills
+        self._seen_fills = fills.per_layer.copy(), fills.n_foretold, fills.n_lost
+        newest = "".join(f"expert {r.expert} of layer {r.layer}, {r.reason}" for r in fills.records(1))
+        n_new = fills.n_foretold - n_foretold, fills.n_lost - n_lost
+        run = _FillRun(time.time(), fills.per_layer - per_layer, *n_new, newest)
+        if not run.n:
+            return
+        if self._fill_runs and run.time - self._fill_runs[0].time < FILL_PAUSE_S:
+            run.join(self._fill_runs.popleft())
+        self._fill_runs.appendleft(run)
+
+    def newest_first(self) -> list[dict[str, Any]]:
+        """All entries, and those of fills among them."""
+        fills = [
+            {"time": run.time, "text": run.text(self._fills)} for run in self._fill_runs if self._fills is not None
+        ]
+        return sorted([*fills, *self.entries], key=lambda entry: entry["time"], reverse=True)
 
     def _decided(self, new: _Run) -> None:
         """One entry, or more of the newest one."""
@@ -148,6 +176,39 @@ class _Run:
         return f"{what}{'' if is_one else f' in {self.n_times} goes, last'}: {self.reason}"
 
 
+@dataclass
+class _FillRun:
+    """Fills without a pause between them."""
+
+    time: float
+    """Of the last ones."""
+    per_layer: np.ndarray
+    n_foretold: int
+    n_lost: int
+    last: str
+    """What is known of the last one."""
+
+    @property
+    def n(self) -> int:
+        return int(self.per_layer.sum()) + self.n_lost
+
+    def join(self, earlier: _FillRun) -> None:
+        self.per_layer = self.per_layer + earlier.per_layer
+        self.n_foretold += earlier.n_foretold
+        self.n_lost += earlier.n_lost
+
+    def text(self, fills: FillLog) -> str:
+        slots = np.flatnonzero(self.per_layer)
+        n_bytes = human_bytes(int(self.per_layer @ fills.expert_bytes))
+        of = ""
+        if len(slots):
+            first, last = fills.layer_number(int(slots[0])), fills.layer_number(int(slots[-1]))
+            of = f" of layer {first}" if first == last else f" of layers {first} to {last}"
+        foretold = f", {self.n_foretold} of them foretold" if self.n_foretold else ""
+        lost = f"; of {self.n_lost} of them nothing more is known" if self.n_lost else ""
+        return f"steps brought in {counted(self.n, 'expert')}{of} ({n_bytes}{foretold}), last: {self.last}{lost}"
+
+
 def _shape(reason: str) -> str:
     """What reasons have in common that differ in numbers only."""
     return _NUMBER.sub("#", reason)
@@ -177,7 +238,7 @@ def snapshot(loop: EngineLoop, changes: ChangeLog, name: str) -> dict[str, Any]:
         "read_bytes": report.get("read_bytes", 0),
         "memory": report,
         "pool": pool_picture(loaded),
-        "changes": list(changes.entries),
+        "changes": changes.newest_first(),
     }
 
 

@@ -90,12 +90,14 @@ def _memory_metrics(report: dict[str, Any]) -> Iterator[Metric]:
     if "decisions" in report:
         decisions = CounterMetricFamily(
             "rimuru_adjuster_decisions",
-            "Experts given up, brought in, or kept from a request; moves of pages",
+            "Experts given up, brought in (fill: by steps), or kept from a request; moves of pages",
             labels=["action"],
         )
         for action, n in report["decisions"]["counts"].items():
             decisions.add_metric([action], n)
         yield decisions
+        n_lost = report["decisions"]["fills"]["unrecorded"]
+        yield CounterMetricFamily("rimuru_unrecorded_fills", "Experts that steps brought in, without a record", n_lost)
     if "hit_rate" in report:
         yield GaugeMetricFamily("rimuru_expert_hit_rate", "Share of experts found resident", report["hit_rate"])
         yield CounterMetricFamily("rimuru_expert_read_bytes", "Bytes of experts brought in", report["read_bytes"])

@@ -11,7 +11,7 @@ import numpy as np
 from rimuru.base.errors import RimuruError
 from rimuru.base.extras import install_command
 from rimuru.engine.scheduler import Scheduler
-from rimuru.memory.adjuster import DecisionLog
+from rimuru.memory.decisions import DecisionLog
 from rimuru.memory.page_pool import PagePool
 from rimuru.plan import StepPlan
 from rimuru.request import Sequence

@@ -101,10 +101,12 @@ class SimulatedStore(ResidentSet):
                 missing = missing[number:]
                 break
             self.settle(slot, expert, pages)
+            self.fills.add(self.residency.step, slot, expert)
         else:
             return
         for expert, victim in self.residency.exchanges(slot, in_use, missing):
             self._exchange(slot, expert, victim)
+            self.fills.add(self.residency.step, slot, expert, victim)
 
     def _exchange(self, slot: int, expert: int, victim: int) -> None:
         pages = self.take_out(slot, victim)
@@ -205,9 +207,11 @@ class SimulatedPlaces(SimulatedStore):
             is_empty[name] = False
             if name != comer:
                 self._exchange(slot, comer, name)
+            self.fills.add(self.residency.step, slot, comer)
         leaving = np.flatnonzero(self.residency.resident[slot] & ~in_use & ~is_empty)
         order = (scores[leaving], self._stamps[slot, leaving]) if by_recency else (scores[leaving],)
         for comer, victim in zip(comers, leaving[np.lexsort(order)].tolist(), strict=False):
             if not all_come and not scores[victim] < scores[comer]:
                 break
             self._exchange(slot, comer, victim)
+            self.fills.add(self.residency.step, slot, comer, victim)

@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import emulate
 import nvrtc
 
+from rimuru.experts.places_jit import take_fills
+from rimuru.memory.decisions import EXPERT, IS_FORETOLD, N_FILL_FIELDS, PLACE, SLOT, STEP, VICTIM
 from rimuru.memory.specs import ExpertLayerLayout
 from rimuru.ops.cuda import residency
 from rimuru.ops.cuda.launch import Kernel
@@ -26,17 +28,22 @@ from rimuru.ops.places import (
     FILLS,
     FORETOLD,
     HITS,
+    LOG_ENTRIES,
     MAX_COMMANDS,
     N_TOTALS,
     STEPS,
     ExpertPlaces,
     LayerPlaces,
+    fill_entry,
     n_copy_entries,
 )
 from rimuru.ops.reference import residency as twin
 
 PAGE_BYTES = 4096 + 16
 N_PAGES = 3
+SLOT_NUMBER = 7
+NOT_COMPARED = ("layout", "page_bytes", "addresses", "homes", "pages", "control", "buffers", "copies", "log")
+"""Of two worlds' layers: addresses differ, and logs are compared bit for bit."""
 
 needs_compiler = pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine")
 
@@ -88,7 +95,7 @@ class World:
             self.buffers.ctypes.data + np.arange(max(1, n_buffers) * (N_PAGES + 1), dtype=np.int64)
             .reshape(-1, N_PAGES + 1) * PAGE_BYTES,
             np.zeros(n_copy_entries(N_PAGES + 1), np.int64), np.zeros(n_experts, np.bool_),
-            np.zeros(n_experts, np.bool_),
+            np.zeros(n_experts, np.bool_), np.zeros(1 + LOG_ENTRIES, np.int64), SLOT_NUMBER,
         )  # fmt: skip
 
     def page(self, expert: int, j: int) -> np.ndarray:
@@ -100,7 +107,7 @@ class World:
         return ExpertPlaces(
             PAGE_BYTES, layer.addresses.reshape(-1), layer.homes, layer.pages.reshape(-1), layer.holders,
             layer.place_of, layer.last_used, layer.scores, layer.counts, layer.buffered, layer.totals, layer.control,
-            layer.buffers, layer.copies, layer.now, layer.later,
+            layer.buffers, layer.copies, layer.now, layer.later, layer.log,
         )  # fmt: skip
 
     def check(self) -> None:
@@ -119,10 +126,11 @@ class World:
 
 def same_state(a: World, b: World) -> None:
     for field in fields(LayerPlaces):
-        if field.name in ("layout", "page_bytes", "addresses", "homes", "pages", "control", "buffers", "copies"):
+        if field.name in NOT_COMPARED:
             continue
         assert np.allclose(getattr(a.layer, field.name), getattr(b.layer, field.name), rtol=1e-5), field.name
     assert np.array_equal(a.layer.pages != 0, b.layer.pages != 0)
+    assert np.array_equal(a.layer.log, b.layer.log)
 
 
 CASES = [
@@ -207,6 +215,81 @@ def test_forecasts_are_the_twins(case: tuple[Any, ...]) -> None:
         theirs.check()
         assert ours.layer.totals[STEPS] == step + 1
     assert (ours.layer.totals[FORETOLD] > 0) == (case[1] > 0 and case[4] > 0)
+
+
+def fills_of(log: np.ndarray, n_taken: int, n_steps: int) -> np.ndarray:
+    """Rows (FillLog.rows) of the entries from n_taken on; n_steps: that the layer has counted, also by the host."""
+    totals = np.zeros((SLOT_NUMBER + 1, N_TOTALS), np.int32)
+    totals[SLOT_NUMBER, STEPS] = n_steps
+    rows, per_layer = np.zeros((LOG_ENTRIES, N_FILL_FIELDS), np.int64), np.zeros(SLOT_NUMBER + 1, np.int64)
+    n_by_now, n_known, n_foretold, n_lost = take_fills(log, n_taken, totals, n_steps, rows, 0, per_layer)
+    assert n_by_now == log[0] and n_lost == 0 and n_known == n_by_now - n_taken == per_layer[SLOT_NUMBER]
+    assert n_foretold == rows[:n_known, IS_FORETOLD].sum() and (rows[:n_known, SLOT] == SLOT_NUMBER).all()
+    return rows[:n_known]
+
+
+@needs_compiler
+@pytest.mark.parametrize("n_logged", [0, LOG_ENTRIES - 3, 8 * LOG_ENTRIES - 2])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_log_explains_every_holder(case: tuple[Any, ...], n_logged: int) -> None:
+    """Replayed from the first holders, it arrives at who holds them after each step, wherever the ring ends."""
+    world = World(*case)
+    rng, layer, n_experts = np.random.default_rng(8), world.layer, case[0]
+    layer.log[0] = n_taken = n_logged
+    place_of = {int(e): place for place, e in enumerate(layer.holders) if e >= 0}
+    n_foretold = 0
+    for step in range(1, 12):
+        ids = np.array([rng.choice(n_experts, 4, replace=False) for _ in range(1 + step % 4)], np.int32)
+        positions = np.arange(len(ids), dtype=np.int32)
+        if step % 3 == 0:
+            residency.plan_fetch(ids.copy(), positions, layer, foretells=True)
+            residency.bring(layer)
+            n_foretold += int(layer.log[0]) - n_taken
+        (residency.fetch_experts if step % 2 else fetch_apart)(ids, positions, layer)
+        for row in fills_of(layer.log, n_taken, step):
+            expert, victim, place = row[[EXPERT, VICTIM, PLACE]].tolist()
+            assert row[STEP] == step and expert not in place_of and victim not in ids
+            assert place_of.pop(victim) == place if victim >= 0 else place not in place_of.values()
+            place_of[expert] = place
+        n_taken = int(layer.log[0])
+        assert place_of == {int(e): place for place, e in enumerate(layer.holders) if e >= 0}
+    totals = layer.totals
+    assert n_taken - n_logged == totals[FILLS] + totals[FORETOLD] and totals[FORETOLD] == n_foretold
+    assert (n_taken > n_logged) == (case[1] > 0 and case[4] > 0)
+
+
+def test_a_log_that_overflows_or_is_being_written_tells_what_is_there() -> None:
+    """Entries written over are lost; those that are not there yet come with the next report."""
+    log = np.zeros(1 + LOG_ENTRIES, np.int64)
+
+    def write(first: int, end: int, says: int) -> None:
+        for number in range(first, end):
+            place = number % 5
+            log[1 + number % LOG_ENTRIES] = fill_entry(
+                number, 300_000, 2, number % 1024, number % 1025 - 1, place, True
+            )
+        log[0] = says
+
+    totals = np.zeros((3, N_TOTALS), np.int32)
+    totals[2, STEPS] = 300_001
+    rows, per_layer = np.zeros((4, N_FILL_FIELDS), np.int64), np.zeros(3, np.int64)
+    write(0, 6, 10)  # four are counted and not there
+    assert take_fills(log, 0, totals, 50, rows, 0, per_layer) == (6, 6, 6, 0)
+    assert rows[[0, 1, 2, 3]].tolist() == [[49, 2, n, n - 1, n % 5, 1] for n in (4, 5, 2, 3)]
+    write(6, LOG_ENTRIES + 9, LOG_ENTRIES + 9)
+    assert take_fills(log, 6, totals, 50, rows, 6, per_layer) == (LOG_ENTRIES + 9, LOG_ENTRIES, LOG_ENTRIES, 3)
+    write(LOG_ENTRIES + 9, 2 * LOG_ENTRIES + 11, 2 * LOG_ENTRIES + 9)  # two more than it says have been written
+    found = take_fills(log, LOG_ENTRIES + 9, totals, 50, rows, 0, per_layer)
+    assert found == (2 * LOG_ENTRIES + 9, LOG_ENTRIES - 2, LOG_ENTRIES - 2, 2)
+    assert per_layer.tolist() == [0, 0, 6 + 2 * LOG_ENTRIES - 2]
+    totals[2, STEPS] = 299_999  # foretold for the step that comes
+    write(2 * LOG_ENTRIES + 11, 2 * LOG_ENTRIES + 12, 2 * LOG_ENTRIES + 12)
+    take_fills(log, 2 * LOG_ENTRIES + 11, totals, 50, rows, 0, per_layer)
+    assert rows[0, STEP] == 51 and take_fills(log, 2 * LOG_ENTRIES + 12, totals, 50, rows, 1, per_layer)[1:] == (
+        0,
+        0,
+        0,
+    )
 
 
 @needs_compiler

@@ -13,9 +13,7 @@ from rimuru.memory import adjuster
 from rimuru.memory.adjuster import (
     MOST_DECODE_TOKENS,
     MOST_FREE_EXPANSIONS,
-    DecisionLog,
     ForecastLog,
-    Record,
     StepClock,
     StepForecast,
     StepRates,
@@ -196,18 +194,6 @@ def test_means_of_steps_count_as_so_many() -> None:
     for name in ("compute_s", "link_bytes", "link_bytes_per_s", "measured_requests"):
         assert getattr(at_once, name) == pytest.approx(getattr(one_by_one, name)), name
     assert at_once.measured_requests == pytest.approx(1 + 95 * (1 - 0.8**8))
-
-
-def test_decisions_are_kept_in_a_ring_and_counted() -> None:
-    log = DecisionLog(4)
-    for step in range(10):
-        log.add(Record(step, "shrink" if step % 2 else "expand", "because", 1, step, 3, 300))
-    assert len(log) == 4 and [record.step for record in log.records(2)] == [8, 9]
-    assert log.counts == {"shrink": 5, "expand": 5, "refuse": 0, "move": 0}
-    snapshot = log.snapshot(1)
-    assert snapshot["last"] == [
-        {"step": 9, "action": "shrink", "reason": "because", "layer": 1, "expert": 9, "pages": 3, "bytes": 300}
-    ]
 
 
 def test_forecasts_are_kept_with_what_happened() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from server_fixtures import Running
 
+from rimuru.base.units import human_bytes
 from rimuru.engine.room import ExpertRoom
-from rimuru.memory.adjuster import DecisionLog, Record
-from rimuru.server.dashboard import RUN_STEPS, STATIC, ChangeLog
+from rimuru.memory.decisions import DecisionLog, FillLog, Record
+from rimuru.server.dashboard import FILL_PAUSE_S, MOST_FILL_LINES, RUN_STEPS, STATIC, ChangeLog
 
 
 def test_the_picture_agrees_with_the_report(script: Any) -> None:
@@ -120,6 +121,70 @@ def test_the_same_decision_again_and_again_is_one_line(script: Running, monkeypa
     assert texts() == [f"kept the experts 2 times, last: {reason}", *told]
 
 
+def test_a_thousand_fills_are_one_line(script: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside decisions, which stay one line as long as they go on; after a pause fills begin another."""
+    loaded, now = script.llm.loaded, [1000.0]
+    layout = loaded.layout.expert
+    assert layout is not None and loaded.layout.expert is not None
+    decisions = DecisionLog()
+    decisions.fills = fills = FillLog(layout)
+    monkeypatch.setattr(loaded.room, "decisions", decisions)
+    monkeypatch.setattr("rimuru.server.dashboard.OBSERVE_S", 0.0)
+    monkeypatch.setattr("rimuru.server.dashboard.time.time", lambda: now[0])
+    changes = ChangeLog(loaded)
+
+    def texts() -> list[str]:
+        now[0] += 1
+        changes.observe()
+        return [entry["text"] for entry in changes.newest_first()]
+
+    assert texts() == []
+    first, last = layout.layers[0].layer, layout.layers[-1].layer
+    size = [layer.n_pages * layout.page_bytes for layer in layout.layers]
+    for number in range(1500):
+        fills.add(7 + number, 0, number % 3, 3)
+    decisions.add(Record(7, "shrink", "request 4 needs 9 pages", 1, 1, 3, 1 << 20))
+    line = f"steps brought in 1500 experts of layer {first} ({human_bytes(1500 * size[0])}), last: "
+    shrunk = "gave up 1 expert of layer 1 (1.0 MiB): request 4 needs 9 pages"
+    assert texts() == [f"{line}expert 2 of layer {first}, missed, in place of expert 3", shrunk]
+    fills.add(1600, len(size) - 1, 0)
+    fills.n_foretold, fills.n_lost = 1, 20
+    decisions.add(Record(8, "shrink", "request 4 needs 9 pages", 1, 2, 3, 1 << 20))
+    of = f"1521 experts of layers {first} to {last} ({human_bytes(1500 * size[0] + size[-1])}, 1 of them foretold)"
+    newest = f"expert 0 of layer {last}, missed, into an empty place"
+    joined = f"steps brought in {of}, last: {newest}; of 20 of them nothing more is known"
+    shrunk = "gave up 2 experts of layer 1 (2.0 MiB) in 2 goes, last: request 4 needs 9 pages"
+    assert texts() == [joined, shrunk]
+    for number in range(MOST_FILL_LINES + 2):
+        now[0] += FILL_PAUSE_S
+        fills.add(2000, 0, 1)
+        lines = texts()
+        assert lines[0].startswith(f"steps brought in 1 expert of layer {first} ("), number
+    assert lines[-1] == shrunk and len(lines) == MOST_FILL_LINES + 1
+
+
+def test_fills_are_shown_over_http(script: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, decisions = script.llm.loaded, DecisionLog()
+    assert loaded.layout.expert is not None
+    decisions.fills = FillLog(loaded.layout.expert)
+    decisions.fills.add(5, 1, 2, 3)
+    decisions.fills.n_lost = 4
+    monkeypatch.setattr(loaded.room, "decisions", decisions)
+    text = script.http.get("/metrics").text
+    assert 'rimuru_adjuster_decisions_total{action="fill"} 5.0' in text
+    assert "rimuru_unrecorded_fills_total 4.0" in text
+    told = script.http.get("/v1/memory").json()["decisions"]
+    assert told["counts"]["fill"] == 5 and told["last"] == [] and told["fills"]["unrecorded"] == 4
+    (record,) = told["fills"]["last"]
+    assert (record["step"], record["action"], record["expert"]) == (5, "fill", 2)
+    assert record["reason"] == "missed, in place of expert 3" and record["bytes"] > record["pages"] > 0
+
+    def shown() -> list[str]:
+        return [entry["text"] for entry in script.http.get("/v1/dashboard").json()["changes"]]
+
+    script.wait_until(lambda: any(text.startswith("steps brought in 5 experts of layer 1") for text in shown()))
+
+
 def test_reasons_say_one_page_and_two_pages(script: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     room = script.llm.loaded.room
     assert isinstance(room, ExpertRoom)
@@ -140,10 +205,10 @@ def test_reasons_say_one_page_and_two_pages(script: Running, monkeypatch: pytest
 
 def test_metrics_count_decisions_and_swapping(script: Running) -> None:
     text = script.http.get("/metrics").text
-    for action in ("shrink", "expand", "refuse", "move"):
+    for action in (actions := ("shrink", "expand", "refuse", "move", "fill")):
         assert f'rimuru_adjuster_decisions_total{{action="{action}"}}' in text
     assert script.metric("rimuru_swap_bytes") == script.metric("rimuru_swapped_requests") == 0
-    assert script.http.get("/v1/memory").json()["decisions"]["counts"].keys() == {"shrink", "expand", "refuse", "move"}
+    assert script.http.get("/v1/memory").json()["decisions"]["counts"].keys() == set(actions)
 
 
 @pytest.fixture(scope="module")

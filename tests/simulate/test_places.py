@@ -17,6 +17,7 @@ from rimuru.ops.places import (
     BY_RECENCY,
     DECAY,
     HITS,
+    LOG_ENTRIES,
     MAX_COMERS,
     MOST_FILLS,
     N_CONTROLS,
@@ -47,7 +48,7 @@ def twin_of(resident: np.ndarray) -> LayerPlaces:
         (held >= 0).astype(np.int64)[:, None], held.copy(), held.copy(), np.zeros(n, np.int32),
         np.zeros(n, np.float32), np.zeros(n, np.int32), np.zeros(n, np.int32), np.zeros(N_TOTALS, np.int32),
         np.zeros(N_CONTROLS, np.int32), np.zeros((0, 1), np.int64), np.zeros(0, np.int64), np.zeros(0, np.bool_),
-        np.zeros(0, np.bool_),
+        np.zeros(0, np.bool_), np.zeros(1 + LOG_ENTRIES, np.int64), 0,
     )  # fmt: skip
 
 

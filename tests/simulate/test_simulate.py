@@ -12,7 +12,7 @@ import pytest
 from rimuru.arch.shapes import shape_gguf
 from rimuru.base.errors import BadInputError, NotEnoughMemoryError
 from rimuru.cli import main
-from rimuru.memory.adjuster import DecisionLog
+from rimuru.memory.decisions import DecisionLog
 from rimuru.simulate.cards import (
     ENGINE_HOST_TURN_US,
     ENGINE_IN_PLACE_SHARE,

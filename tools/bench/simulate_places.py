@@ -30,6 +30,7 @@ from rimuru.ops.places import (
     BY_RECENCY,
     DECAY,
     HITS,
+    LOG_ENTRIES,
     MAX_COMERS,
     MOST_FILLS,
     N_CONTROLS,
@@ -86,6 +87,7 @@ def empty_places(share: float) -> list[LayerPlaces]:
                 np.zeros(N_EXPERTS, np.int32), np.zeros(N_EXPERTS, np.float32), np.zeros(N_EXPERTS, np.int32),
                 np.zeros(N_EXPERTS, np.int32), np.zeros(N_TOTALS, np.int32), np.zeros(N_CONTROLS, np.int32),
                 np.zeros((0, 1), np.int64), np.zeros(0, np.int64), np.zeros(0, np.bool_), np.zeros(0, np.bool_),
+                np.zeros(1 + LOG_ENTRIES, np.int64), number,
             )
         )  # fmt: skip
     return found

@@ -19,9 +19,9 @@ fetch_kernel = Kernel(
     "moe_fetch",
     "ids: i32*, positions: i32*, addresses: i64*, homes: i64*, pages: i64*, holders: i32*, place_of: i32*,"
     "last_used: i32*, scores: f32*, counts: i32*, buffered: i32*, totals: i32*, control: i32*, buffers: i64*,"
-    "copies: i64*, now: bool*, later: bool*,"
+    "copies: i64*, now: bool*, later: bool*, log: i64*,"
     "n_buffers: i32, buffer_pages: i32, n_tokens: i32, top_k: i32, n_experts: i32, n_pages: i32, page_bytes: i32,"
-    "foretells: i32",
+    "slot: i32, foretells: i32",
 )
 set_places_kernel = Kernel(
     "moe/residency.cu",
@@ -69,8 +69,8 @@ def _fetch(
         (
             ids, positions, places.addresses, places.homes, places.pages, places.holders, places.place_of,
             places.last_used, places.scores, places.counts, places.buffered, places.totals, places.control,
-            places.buffers, *outputs, *places.buffers.shape, n_tokens, top_k, layout.n_experts, layout.n_pages,
-            places.page_bytes, int(foretells),
+            places.buffers, *outputs, places.log, *places.buffers.shape, n_tokens, top_k, layout.n_experts,
+            layout.n_pages, places.page_bytes, places.slot, int(foretells),
         ),
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from rimuru.ops.places import (
     FILLS,
     FORETOLD,
     HITS,
+    LOG_ENTRIES,
     MAX_COMERS,
     MOST_BUFFERED,
     MOST_FILLS,
@@ -23,6 +24,7 @@ from rimuru.ops.places import (
     TOKENS,
     ExpertPlaces,
     LayerPlaces,
+    fill_entry,
 )
 
 
@@ -70,6 +72,9 @@ def _fetch(ids: Array, positions: Array, places: LayerPlaces, foretells: bool) -
             places.addresses[victim] = places.homes[victim] + own_pages
             places.place_of[victim] = -1
         places.place_of[comer], places.holders[place] = place, comer
+        number, step = int(places.log[0]), int(places.totals[STEPS]) + 1
+        entry = fill_entry(number, step, places.slot, int(comer), victim, place, foretells)
+        places.log[1 + number % LOG_ENTRIES], places.log[0] = entry, number + 1
         n_fills += 1
     if foretells:
         places.totals[FORETOLD] += n_fills
