@@ -8,8 +8,8 @@
 Requests arrive when the trace says, times multiplied by --stretch (a trace without times: all at once, or --rate a
 second), with prompts of random tokens of the trace's lengths; answers are sampled at temperature 1 and end at the
 trace's lengths. The experts are chosen by a router like a trained model's (--routing), from the same streams for every
-variant. Before each, --warm requests from further down the trace are answered and not counted, so that residency has
-met such text.
+variant. Before each, --warm requests from further down the trace get short answers that are not counted, so that
+residency has met such text.
 
 A variant that takes longer than --most-seconds is stopped there and counted up to then: its time is no makespan, its
 rate is one. The JSON is written after every variant; --limit-seconds begins nothing after so long.
@@ -50,8 +50,9 @@ VARIANTS: dict[str, dict[str, str]] = {
     "no in place": {"off": "in_place"},
 }
 """What is changed, the most telling first; those that load alike follow each other."""
-WARM_TOKENS = 48
-"""Longest answer of the requests that are not counted."""
+WARM_STEPS = 2
+"""By so many tokens each answer of those that are not counted is longer than the one before: steps of every number of
+requests up to theirs have run, and graphs of them are there, when counting begins."""
 
 
 @dataclass(slots=True)
@@ -150,7 +151,10 @@ def traces_of(settings: dict[str, Any], folder: Path | None = None) -> tuple[lis
     rows, _ = cut_to_context(rows, settings["ctx"])
     if len(rows) < n + n_warm:
         raise BadInputError(f"{path} has {len(rows)} requests, fewer than --requests and --warm together")
-    warm = [dataclasses.replace(row, arrival_s=0.0, n_output=min(row.n_output, WARM_TOKENS)) for row in rows[n:]]
+    warm = [
+        dataclasses.replace(row, arrival_s=0.0, n_output=min(WARM_STEPS * number, settings["ctx"] - row.n_prompt))
+        for number, row in enumerate(rows[n:], 1)
+    ]
     return warm, rows[:n]
 
 
@@ -253,7 +257,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory", required=True, metavar="SIZE")
     parser.add_argument("--trace", required=True, metavar="FILE")
     parser.add_argument("--requests", type=int, default=32, metavar="N")
-    parser.add_argument("--warm", type=int, default=6, metavar="N", help="requests that are not counted")
+    parser.add_argument("--warm", type=int, default=16, metavar="N", help="requests that are not counted")
     parser.add_argument("--stretch", type=float, default=1.0, metavar="X")
     parser.add_argument("--rate", type=float, metavar="R", help="arrivals per second, for a trace without times")
     parser.add_argument("--variants", type=names, default=list(VARIANTS), metavar="NAME,NAME")
