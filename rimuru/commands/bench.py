@@ -104,7 +104,7 @@ def use_routing(
         recording = record_router(made, n_made, n_tokens, label)
     else:
         recording = load_recording(Path(routing), n_layers, n_experts, top_k, n_tokens)
-    foretells = isinstance(loaded.store, DeviceExpertStore) and loaded.store.may_foresee
+    foretells = isinstance(loaded.store, DeviceExpertStore) and "ahead" in loaded.store.ways
     loaded.engine.replay = RoutingReplay(recording, foretells)
 
 

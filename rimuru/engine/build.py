@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from rimuru.engine.branches import call_openers
 from rimuru.engine.compacting_room import CompactingRoom
 from rimuru.engine.engine import Engine
 from rimuru.engine.rehearse import rehearsal_steps
-from rimuru.engine.resize import longest_in, resize_pool
+from rimuru.engine.resize import resize_model
 from rimuru.engine.resolve import (
     MIN_CONTEXT_TOKENS,
     Resolved,
@@ -117,16 +117,20 @@ class LoadedModel:
             report["read_bytes"] = self.store.counters.read_bytes
             report["forecasts"] = self.store.rates.forecasts.snapshot()
             report["decisions"] = self.room.decisions.snapshot()
+        if isinstance(self.store, DeviceExpertStore):
+            report["ways"] = self.store.chooser.report()
         if isinstance(self.store, TieredExpertStore):
             report["tiers"] = self.store.tiers()
         return report
 
     def resize(self, memory_bytes: int) -> None:
-        """Change the memory budget; the pool takes what dense weights and scratch leave."""
-        beside_bytes = self.dense_bytes + self.scratch_bytes
-        pool_bytes = whole_granules(memory_bytes - beside_bytes, self.resolved.device)
-        resize_pool(self.pool, self.room, self.engine.scheduler, pool_bytes, self.least_pool_bytes, beside_bytes)
-        self.engine.limit_context(longest_in(self.pool, self.room, *self.engine.most_tokens))
+        """Change the memory budget at once."""
+        for _ in self.resize_steps(memory_bytes):
+            pass
+
+    def resize_steps(self, memory_bytes: int) -> Iterator[None]:
+        """Change the memory budget, in pieces between which steps may run; one such change at a time."""
+        return resize_model(self, memory_bytes)
 
     def close(self) -> None:
         self.ops.synchronize()
@@ -253,15 +257,17 @@ class _Builder:
             cache.make_pages = room.make_pages  # a fixed number of experts gives none up
         sampler = Sampler(ops, most_rows)
         waits_for_ids = isinstance(self.store, TieredExpertStore)
-        runner = Runner(model, ops, sampler.ids, self._is_watched, may_replay=not waits_for_ids)
+        runner = Runner(model, ops, sampler.ids, may_replay=not waits_for_ids)
         sizes = sorted({ops.padded_sequences(n) for n in range(1, resolved.max_sequences + 1)})
         steps = rehearsal_steps(resolved.max_step_tokens, sizes, layout, self.store)
         wait_for_kernels = ops.prepare(runner.all_rows, steps)
         self._fill_store()
         wait_for_kernels(lambda done, total: self.progress("kernels", done, total))
-        shared = cpu_share(self.store, self.model_config, self.config, resolved.device, resolved.threads)
-        if shared is not None:
-            reader_stand_in.cpu_experts, runner.lends = shared, shared.begin_step
+        reader_stand_in.cpu_experts = cpu_share(
+            self.store, self.model_config, self.config, resolved.device, resolved.threads
+        )
+        if isinstance(self.store, DeviceExpertStore):
+            runner.way_of = self.store.chooser.begin
         tokenizer = Tokenizer.from_kv(self.gguf.kv, str(self.gguf.path))
         scheduler = Scheduler(cache, room, resolved.max_step_tokens, resolved.max_sequences)
         engine = Engine(
@@ -289,10 +295,6 @@ class _Builder:
     def _advance(self, n_bytes: int) -> None:
         self._done += n_bytes
         self.progress("dense weights", self._done, max(self.expected_dense_bytes, self._done))
-
-    def _is_watched(self) -> bool:
-        """Whether the next step's experts are watched (DeviceExpertStore.is_watching)."""
-        return not isinstance(self.store, DeviceExpertStore) or self.store.is_watching
 
     def _share_out(self, dense_bytes: int, logit_bytes: int, most_rows: int) -> tuple[int, int]:
         """Allocate the scratch and map the pool: (bytes of scratch, context that fits). Where the budget is tight,

@@ -10,7 +10,8 @@ import numpy as np
 from rimuru.batch import Batch
 from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.residency import Residency
-from rimuru.memory.adjuster import cost_expand, offload_target, paper_decision, shrink_pays
+from rimuru.experts.ways import first_way, launched_as
+from rimuru.memory.adjuster import MOST_DECODE_TOKENS, cost_expand, offload_target, paper_decision, shrink_pays
 from rimuru.memory.specs import ExpertLayerLayout, ExpertLayout, PoolLayout
 from rimuru.request import SamplingParams, Sequence
 
@@ -67,12 +68,22 @@ def rehearsal_batches(max_tokens: int, decode_sizes: list[int], layout: PoolLayo
 
 
 def rehearsal_steps(max_tokens: int, decode_sizes: list[int], layout: PoolLayout, store: object) -> Iterator[Batch]:
-    """rehearsal_batches, and those of answers once more as they are run while every expert is resident."""
-    yield from rehearsal_batches(max_tokens, decode_sizes, layout)
-    if isinstance(store, DeviceExpertStore):
-        store.is_watching = False
+    """rehearsal_batches, and where missed experts may come in several ways, or all are resident, the steps that are
+    then run otherwise."""
+    if not isinstance(store, DeviceExpertStore):
+        yield from rehearsal_batches(max_tokens, decode_sizes, layout)
+        return
+    first = store.way
+    for way in dict.fromkeys(map(launched_as, store.ways)):
+        store.way = way
+        if way == launched_as(first_way(max_tokens, store.ways)):
+            yield from rehearsal_batches(max_tokens, decode_sizes, layout)
+            continue
         yield from (batch_of([1] * n_seqs, layout) for n_seqs in decode_sizes)
-        store.is_watching = True
+        yield from (batch_of([n], layout) for n in growing(2, min(max_tokens, MOST_DECODE_TOKENS) + 1))
+    store.way, store.is_watching = first, False
+    yield from (batch_of([1] * n_seqs, layout) for n_seqs in decode_sizes)
+    store.is_watching = True
 
 
 def growing(first: int, end: int) -> Iterator[int]:

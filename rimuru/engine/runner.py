@@ -19,22 +19,23 @@ class Runner:
         model: Model,
         ops: Ops,
         sampled_ids: Array,
-        is_watched: Callable[[], bool] = lambda: True,
+        way_of: Callable[[int, bool], str] = lambda n_tokens, is_timed: "",
         may_replay: bool = True,
     ) -> None:
-        """sampled_ids: int32 [rows], where the sampler leaves a step's tokens. is_watched(): whether the next step
-        watches its experts; captured steps do or do not. may_replay: layers need nothing of the host meanwhile."""
+        """sampled_ids: int32 [rows], where the sampler leaves a step's tokens. way_of(n_tokens, is_timed): a step of so
+        many tokens starts; in which way it uses its experts (ways.StepWays.begin). Captured steps are of one way each,
+        and none of "cpu". may_replay: layers need nothing of the host meanwhile."""
         self.model, self.ops, self.sampled_ids = model, ops, sampled_ids
-        self.is_watched, self.may_replay = is_watched, may_replay
-        self.lends: Callable[[int], bool] = lambda n_tokens: False
-        """lends(n_tokens): a step of so many tokens starts; whether others compute a part of it, layer by layer."""
+        self.way_of, self.may_replay = way_of, may_replay
+        self._replayed: dict[str, Callable[[Step], Array]] = {}
 
     def run(self, batch: Batch) -> Array:
         """float32 [R, n_vocab] for Batch.logit_rows, R at most the model's max_logit_rows; None where R is 0."""
-        n_rows = len(batch.logit_rows)
-        replays = not self.lends(batch.n_tokens) and self.may_replay
-        if replays and batch.is_decode and n_rows == batch.n_seqs:
-            return self.ops.run_decode(batch, self.all_rows if self.is_watched() else self.all_rows_unwatched)[:n_rows]
+        n_rows, way = len(batch.logit_rows), self.way_of(batch.n_tokens, True)
+        if self.may_replay and way != "cpu" and batch.is_decode and n_rows == batch.n_seqs:
+            # A backend knows steps that launch alike by what is called.
+            forward = self._replayed.setdefault(way, lambda step: self.all_rows(step))
+            return self.ops.run_decode(batch, forward)[:n_rows]
         step = self.ops.stage(batch)
         self.ops.take_tokens(step.token_ids, self.sampled_ids)
         self.model.hidden(step)
@@ -48,13 +49,9 @@ class Runner:
         self.model.hidden(step)
         return self.model.logits(step, step.logit_rows, step.host.n_seqs)
 
-    def all_rows_unwatched(self, step: Step) -> Array:
-        """The same in a step whose experts are all resident: a graph of its own."""
-        return self.all_rows(step)
-
     def run_scored(self, batch: Batch) -> Iterator[np.ndarray]:
         """float32 [r, n_vocab] host arrays that together hold the logits of Batch.logit_rows, in order."""
-        self.lends(0)  # scores depend on nothing but the model
+        self.way_of(batch.n_tokens, False)  # scores depend on nothing but the model
         step = self.ops.stage(batch)
         self.model.hidden(step)
         n_rows, most = len(batch.logit_rows), self.model.max_logit_rows

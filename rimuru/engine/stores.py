@@ -70,6 +70,7 @@ def cpu_share(
     specs = [layer.ffn for layer in model.layers if isinstance(layer.ffn, MoeSpec)]
     widths = [spec.latent_size or model.n_embd for spec in specs]
     store.helpers.append(shared := CpuExperts(store, backends.create("cpu", threads), specs, widths))
+    store.chooser.cpu = shared
     return shared
 
 

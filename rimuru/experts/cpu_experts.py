@@ -11,7 +11,6 @@ than a device's, which is why nothing is shared where results must not depend on
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,12 +20,9 @@ import numpy as np
 
 from rimuru.arch.spec import MoeSpec
 from rimuru.experts.cpu_share import ShareTuner
-from rimuru.experts.device_store import ASIDE_TOKENS, DeviceExpertStore
+from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.memory.adjuster import MOST_DECODE_TOKENS
 from rimuru.ops.base import Act, Array, ExpertTable, MoeScratch, Ops
-
-LONG_PAUSE_S = 2.0
-"""Between two steps: nothing ran meanwhile, and the time says nothing."""
 
 
 def choose_pairs(ids: np.ndarray, is_missed: np.ndarray, share: float) -> np.ndarray:
@@ -77,11 +73,10 @@ class CpuExperts:
         self.store, self.ops, self.cpu = store, store.ops, cpu
         self.tuner = ShareTuner(store.rates.forecasts)
         self.share = 0.0
-        """Of the running step."""
+        """Of the running step (ways.StepWays)."""
         self.n_computed = 0
         """Experts that the CPU computed, once for each step and layer that used them."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="rimuru-cpu-experts")
-        self._began, self._n_tokens = 0.0, 0
         self._tables = [self._table(slot) for slot in range(len(specs))]
         n_tokens = MOST_DECODE_TOKENS
         self._target = self.ops.empty((n_tokens, max(widths)), np.float32)
@@ -112,16 +107,6 @@ class CpuExperts:
                 self._compute(slot, spec, x.copy, ids, weights, ids >= 0)
 
     # ---- steps
-    def begin_step(self, n_tokens: int) -> bool:
-        """A step of n_tokens starts; whether the CPU takes a share of it."""
-        now, rates = time.perf_counter(), self.store.rates
-        if 0.0 < now - self._began < LONG_PAUSE_S and n_tokens == self._n_tokens:
-            self.tuner.note(n_tokens, self.share, now - self._began, rates.link_s, int(rates.link_bytes))
-        self._began, self._n_tokens = now, n_tokens
-        is_possible = self.store.is_watching and n_tokens >= ASIDE_TOKENS
-        self.share = self.tuner.choose(n_tokens, rates.link_s) if is_possible else 0.0
-        return self.share > 0.0
-
     def lend(self, slot: int, x: Act, ids: Array, weights: Array, spec: MoeSpec) -> Lent | None:
         """Take the CPU's experts out of ids int32 and weights [T, k] of a layer; None where there are none. x: the
         experts' input, whose values must be there."""

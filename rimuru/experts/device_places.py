@@ -166,7 +166,7 @@ class DevicePlaces:
         self._command_fields = COMMAND_FIELDS + layout.max_pages
         self._commands = ops.empty((MAX_COMMANDS, self._command_fields), np.int64)
         self._queued: list[np.ndarray] = []
-        self._rule: tuple[bool, bool, float, bool] | None = None
+        self._rule: tuple[bool, bool, float, bool, bool] | None = None
         self._control = np.zeros(N_CONTROLS, np.int32)
         self._control[DECAY] = np.float32(1.0).view(np.int32)
         self._mailbox = copier.alloc_host(4 * int(parts[-1])).view(np.int32)
@@ -290,16 +290,16 @@ class DevicePlaces:
             self.ops.set_places(self._commands, len(rows), self.arrays)
         self._queued.clear()
 
-    def set_control(self, by_recency: bool, all_come: bool, decay_tokens: float, fills: bool) -> None:
-        """See ops/places.py; and whether missed experts are brought in at all."""
-        rule = by_recency, all_come, decay_tokens, fills
+    def set_control(self, by_recency: bool, all_come: bool, decay_tokens: float, fills: bool, buffers: bool) -> None:
+        """See ops/places.py; and whether missed experts are brought into places, those left over into buffers."""
+        rule = by_recency, all_come, decay_tokens, fills, buffers
         if rule == self._rule:
             return
         wanted = np.zeros(N_CONTROLS, np.int32)
         wanted[BY_RECENCY], wanted[ALL_COME] = by_recency, all_come
         wanted[DECAY] = np.float32(decay_tokens).view(np.int32)
         if fills:
-            wanted[MOST_FILLS], wanted[MOST_BUFFERED] = MAX_COMERS, self.n_buffers
+            wanted[MOST_FILLS], wanted[MOST_BUFFERED] = MAX_COMERS, self.n_buffers if buffers else 0
         self.ops.assign(self.arrays.control, wanted)
         self._control, self._rule = wanted, rule
 

@@ -34,6 +34,7 @@ from rimuru.experts.residency import ResidencyPolicy
 from rimuru.experts.residents import ResidentSet
 from rimuru.experts.source import ExpertSource
 from rimuru.experts.store import MOST_COUNTED_TOKENS, StoreCounters
+from rimuru.experts.ways import ASIDE_TOKENS, StepWays
 from rimuru.forward.context import Wave
 from rimuru.memory.adjuster import StepClock, StepRates
 from rimuru.memory.page_pool import PagePool
@@ -47,9 +48,6 @@ N_STAGING = 16
 """Experts that are on their way from the file to the device at once."""
 N_TIMED = 32
 """Experts that are copied to time the link."""
-ASIDE_TOKENS = 5
-"""From so many tokens in a step on, missed experts come while the others are computed. Fewer have few to compute
-meanwhile: not worth the launches of a second turn."""
 REPORT_STEPS = 8
 """How often the host asks the device what was chosen and who is resident."""
 
@@ -89,8 +87,12 @@ class DeviceExpertStore(ResidentSet):
         self.by_device = fill_on_read and self._keeps_all_at_home(ram_bytes)
         """Who decides which experts are resident."""
         self.expands_freely = self.by_device
-        self.rates.way = "fill" if self.by_device else "in place"
         self.places = DevicePlaces(layout, view, pool, ops, copier, self._take_buffers(n_buffers), self.fills)
+        self.ways = self._ways(foresees)
+        """How missed experts may come (ways.py), the plainest way first."""
+        self.way = self.rates.way = self.ways[0]
+        """Of the running step; "resident" where nothing is missed."""
+        self.chooser = StepWays(self)
         self._holders = np.full(layout.n_experts, -1, np.int32)
         """By the device: of each place (a layer's places begin at the row of its first expert) an expert of the layer,
         as last heard. Places that nobody holds yet have one in name, so that residents and places are as many."""
@@ -101,10 +103,10 @@ class DeviceExpertStore(ResidentSet):
         """Whether the running step counts, and brings in what it misses: not while every expert is resident."""
         self.helpers: list[Any] = []
         """What reads experts at home, and ends before they go."""
-        self.may_foresee, self._is_foretold = foresees and self.by_device, False
+        self._is_foretold = False
         self._n_empty = self._n_steps = self._n_noted = 0
-        self._ruled_for = -1.0
-        """Tokens together for which the device was told who comes and goes."""
+        self._ruled_for: tuple[float, bool] | None = None
+        """Tokens together for which the device was told who comes and goes; whether loading buffers may be used."""
         self._clock = StepClock()
         self._step_tokens = 1
         self.tables = [
@@ -134,11 +136,24 @@ class DeviceExpertStore(ResidentSet):
             buffers.append(pages)
         return np.array(buffers, np.int32).reshape(-1, self.layout.max_pages)
 
+    def _ways(self, foresees: bool) -> tuple[str, ...]:
+        if not self.by_device:
+            return ("in place",)
+        more = ("in place",) if self.places.n_buffers else ()
+        return "before", "beside", *more, *(("ahead",) if foresees else ())
+
+    def use_way(self, way: str) -> None:
+        """The next step's missed experts come in this way: one of `ways`, or "resident"."""
+        self.way = way
+        if way != "resident":
+            self.rates.way = way
+            self._set_control()
+
     def waves(self, layer_slot: int, ids: Array, positions: Array) -> Iterator[Wave]:
         """One wave: every expert can be read, wherever it lies. Or two: those that are there, while the others come."""
         table, places = self.tables[layer_slot], self.places.layers[layer_slot]
         self._join_foretold()
-        if self.is_watching and self.by_device and len(ids) >= ASIDE_TOKENS:
+        if self.is_watching and self._is_beside(len(ids)):
             self.ops.fetch_aside(ids, positions, places)
             yield Wave(table, places.now)
             self.ops.join_fetch()
@@ -147,6 +162,9 @@ class DeviceExpertStore(ResidentSet):
         if self.is_watching:
             self.ops.fetch_experts(ids, positions, places)
         yield Wave(table, None)
+
+    def _is_beside(self, n_tokens: int) -> bool:
+        return self.way == "beside" or (self.way == "ahead" and n_tokens >= ASIDE_TOKENS)
 
     def settled(self, layer_slot: int) -> ExpertTable | None:
         """See forward.context.ExpertReader: while no expert is brought in."""
@@ -160,7 +178,7 @@ class DeviceExpertStore(ResidentSet):
     @property
     def foresees(self) -> bool:
         """See forward.context.ExpertReader."""
-        return self.may_foresee and self.is_watching
+        return self.way == "ahead" and self.is_watching
 
     def foresee(self, layer_slot: int, ids: Array, positions: Array) -> None:
         """See forward.context.ExpertReader."""
@@ -227,11 +245,11 @@ class DeviceExpertStore(ResidentSet):
         self._time_link()
 
     def _set_control(self) -> None:
-        """Who comes and goes. It depends on nothing else that changes."""
-        n_together = self.residency.n_together
-        if n_together != self._ruled_for:
-            self.places.set_control(*rule_of(self.residency), self.by_device)
-            self._ruled_for = n_together
+        """Who comes and goes, and where to. It depends on nothing else that changes."""
+        rule = self.residency.n_together, self.by_device and self.way != "in place"
+        if rule != self._ruled_for:
+            self.places.set_control(*rule_of(self.residency), self.by_device, rule[1])
+            self._ruled_for = rule
 
     def _time_link(self) -> None:
         """The link's rate: some residents are copied once more to where they lie. What a step waits for cannot hide."""

@@ -161,8 +161,9 @@ class StepForecast:
     cover several steps: their means."""
 
     way: str
-    """"resident": none was absent; "in place"; "fill": brought into the pool on the way; "buffers": into loading
-    buffers; "staged": from RAM or disk through staging buffers."""
+    """"resident": none was absent; "before", "beside", "in place", "ahead": see experts/ways.py; "cpu": the CPU did
+    a part. By the host: "fill": into the pool on the way; "buffers": into loading buffers; "staged": from RAM or disk
+    through staging buffers."""
     n_tokens: int
     expected_s: float
     took_s: float

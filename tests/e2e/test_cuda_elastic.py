@@ -77,6 +77,26 @@ def test_batches_of_graphs_answer_alike(model: Path, switches: str, answers: lis
         assert llm.loaded.ops.graphs.n_graphs > 0
 
 
+def test_every_way_of_fetching_answers_alike(
+    model: Path, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another way in nearly every step, graphs of each among them."""
+    with open_model(model, resident_experts=0.4, prediction=True) as llm:
+        store, rng = store_of(llm), np.random.default_rng(0)
+        assert store.ways == ("before", "beside", "in place", "ahead")
+        taken: list[str] = []
+
+        def choose(n_tokens: int, link_s: float) -> str:
+            taken.append(str(rng.choice(store.ways)))
+            return taken[-1]
+
+        monkeypatch.setattr(store.chooser.tuner, "choose", choose)
+        for _ in range(4):
+            assert [a.token_ids for a in llm.generate(PROMPTS, GREEDY)] == answers
+            llm.loaded.engine.audit()
+        assert set(taken) == set(store.ways) and llm.loaded.ops.graphs.n_graphs > 3
+
+
 def test_nothing_is_read_in_place_where_that_is_off(model: Path, answers: list[list[int]]) -> None:
     with open_model(model, resident_experts=0.4, in_place=False) as llm:
         assert [a.token_ids for a in llm.generate(PROMPTS, GREEDY)] == answers

@@ -42,14 +42,23 @@ def test_answers_beside_pieces_of_prompts(max_tokens: int, sizes: list[int]) -> 
     assert bool(found) == (max_tokens > 2 and max(sizes) > 1)
 
 
-def test_answers_are_gone_through_as_with_every_expert_resident_too() -> None:
+def test_steps_are_gone_through_in_every_way_that_they_may_run() -> None:
+    """All in the way that most begin with; answers and short pieces in the others, answers with every expert there."""
     layout: PoolLayout = NoPages()  # type: ignore[assignment]
     store = object.__new__(DeviceExpertStore)
-    store.is_watching = True
-    found = [(store.is_watching, batch.n_tokens) for batch in rehearsal_steps(40, [1, 2, 12], layout, store)]
-    assert [n for watches, n in found if not watches] == [1, 2, 12] and store.is_watching
     plain = [batch.n_tokens for batch in rehearsal_batches(40, [1, 2, 12], layout)]
-    assert [n for watches, n in found if watches] == plain
+    for ways in (("before", "beside", "in place"), ("in place",), ("before", "beside", "ahead")):
+        store.is_watching, store.ways, store.way = True, ways, "before"
+        found: dict[str, list[int]] = {}
+        for batch in rehearsal_steps(40, [1, 2, 12], layout, store):
+            found.setdefault(store.way if store.is_watching else "resident", []).append(batch.n_tokens)
+        assert store.is_watching and store.way == "before"
+        assert found.pop("resident") == [1, 2, 12]
+        first = "ahead" if "ahead" in ways else "beside" if "beside" in ways else "before"
+        assert found.pop(first) == plain
+        assert set(found) == set(ways) - {first, "in place"}
+        for lengths in found.values():
+            assert lengths[:3] == [1, 2, 12] and {2, 3, 4, 5} <= set(lengths[3:]) and max(lengths) <= 40
     assert [batch.n_tokens for batch in rehearsal_steps(40, [1, 2, 12], layout, None)] == plain
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from rimuru import LLM, SamplingParams
 from rimuru.engine import build, stores
 from rimuru.experts.cpu_experts import CpuExperts, choose_pairs, without_pairs
-from rimuru.experts.cpu_share import FIRST_PAUSE, FIRST_SHARE, LEAST_LINK_S, TRIAL_STEPS, ShareTuner
+from rimuru.experts.cpu_share import FIRST_SHARE, LEAST_LINK_S, ShareTuner
+from rimuru.experts.step_tuner import FIRST_PAUSE, TRIAL_STEPS
 from rimuru.memory.adjuster import ForecastLog
 from tools.make_random_gguf import write_random_model
 

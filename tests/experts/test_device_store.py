@@ -19,10 +19,11 @@ from rimuru.engine.room import ExpertRoom
 from rimuru.engine.stores import may_read_in_place
 from rimuru.experts import copies
 from rimuru.experts.device_places import ALL_COME_TOKENS, SCORE_TOKENS, home_bytes, rule_of
-from rimuru.experts.device_store import ASIDE_TOKENS, DeviceExpertStore
+from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.replay import FORETOLD_SHARE
+from rimuru.experts.ways import ASIDE_TOKENS
 from rimuru.memory.adjuster import MOST_FREE_EXPANSIONS
-from rimuru.ops.places import FORETOLD, N_TOTALS
+from rimuru.ops.places import BUFFERED, FORETOLD, N_TOTALS
 from tools.make_random_gguf import write_random_model
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
@@ -106,6 +107,48 @@ def test_answers_are_the_same_whoever_decides(
         assert not store.by_device or max(turns["at once"]) < ASIDE_TOKENS
         if name.startswith("none"):
             assert counters.n_hits == 0
+
+
+def test_every_way_of_fetching_answers_alike(
+    model: Path, tiny: int, answers: list[list[int]], ram_bytes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another way in nearly every step: each expert is computed once, and no place is given twice."""
+    monkeypatch.setenv("RIMURU_POISON", "1")
+    monkeypatch.setenv("RIMURU_AUDIT", "1")
+    with open_tiny(model, tiny, resident_experts=0.2, prediction=True) as llm:
+        store, rng = store_of(llm), random.Random(0)
+        assert store.ways == ("before", "beside", "in place", "ahead")
+        taken: list[str] = []
+
+        def choose(n_tokens: int, link_s: float) -> str:
+            taken.append(rng.choice(store.ways))
+            return taken[-1]
+
+        monkeypatch.setattr(store.chooser.tuner, "choose", choose)
+        turns = watch_fetches(store, monkeypatch)
+        assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] == answers
+        assert set(taken) == set(store.ways) and turns["aside"] and turns["at once"]
+
+
+def n_buffered(llm: LLM) -> int:
+    """Experts that came into loading buffers since the start."""
+    totals = llm.loaded.ops.download(store_of(llm).places.arrays.totals)
+    return int(totals.reshape(-1, N_TOTALS)[:, BUFFERED].sum())
+
+
+def test_nothing_comes_into_buffers_while_reading_in_place(
+    model: Path, tiny: int, ram_bytes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffered = {}
+    for way in ("before", "in place"):
+        with open_tiny(model, tiny, resident_experts=0.2, residency="hotset") as llm:
+            store = store_of(llm)
+            monkeypatch.setattr(store.chooser.tuner, "choose", lambda n_tokens, link_s, way=way: way)
+            before = n_buffered(llm)
+            llm.generate(PROMPTS, GREEDY)
+            buffered[way] = n_buffered(llm) - before
+            assert llm.memory()["ways"] == {} and set(llm.memory()["forecasts"]["by_way"]) <= {way, "resident"}
+    assert buffered["before"] > 0 == buffered["in place"]
 
 
 def test_a_link_that_sleeps_at_first_is_timed_awake(monkeypatch: pytest.MonkeyPatch) -> None:
