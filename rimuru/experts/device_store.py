@@ -34,7 +34,7 @@ from rimuru.experts.residency import ResidencyPolicy
 from rimuru.experts.residents import ResidentSet
 from rimuru.experts.source import ExpertSource
 from rimuru.experts.store import MOST_COUNTED_TOKENS, StoreCounters
-from rimuru.experts.ways import ASIDE_TOKENS, StepWays
+from rimuru.experts.ways import StepWays, is_beside, ways_of
 from rimuru.forward.context import Wave
 from rimuru.memory.adjuster import StepClock, StepRates
 from rimuru.memory.page_pool import PagePool
@@ -88,7 +88,7 @@ class DeviceExpertStore(ResidentSet):
         """Who decides which experts are resident."""
         self.expands_freely = self.by_device
         self.places = DevicePlaces(layout, view, pool, ops, copier, self._take_buffers(n_buffers), self.fills)
-        self.ways = self._ways(foresees)
+        self.ways = ways_of(self.by_device, self.places.n_buffers, foresees)
         """How missed experts may come (ways.py), the plainest way first."""
         self.way = self.rates.way = self.ways[0]
         """Of the running step; "resident" where nothing is missed."""
@@ -99,11 +99,10 @@ class DeviceExpertStore(ResidentSet):
         self._useful_bytes = np.array([layer.useful_bytes for layer in layout.layers], np.int64)
         self._cells = np.flatnonzero(self.residency.exists.reshape(-1))
         """Where the experts of all layers lie in the arrays of residency."""
-        self.is_watching = True
+        self.is_watching, self._is_foretold = True, False
         """Whether the running step counts, and brings in what it misses: not while every expert is resident."""
         self.helpers: list[Any] = []
         """What reads experts at home, and ends before they go."""
-        self._is_foretold = False
         self._n_empty = self._n_steps = self._n_noted = 0
         self._ruled_for: tuple[float, bool] | None = None
         """Tokens together for which the device was told who comes and goes; whether loading buffers may be used."""
@@ -136,12 +135,6 @@ class DeviceExpertStore(ResidentSet):
             buffers.append(pages)
         return np.array(buffers, np.int32).reshape(-1, self.layout.max_pages)
 
-    def _ways(self, foresees: bool) -> tuple[str, ...]:
-        if not self.by_device:
-            return ("in place",)
-        more = ("in place",) if self.places.n_buffers else ()
-        return "before", "beside", *more, *(("ahead",) if foresees else ())
-
     def use_way(self, way: str) -> None:
         """The next step's missed experts come in this way: one of `ways`, or "resident"."""
         self.way = way
@@ -153,7 +146,7 @@ class DeviceExpertStore(ResidentSet):
         """One wave: every expert can be read, wherever it lies. Or two: those that are there, while the others come."""
         table, places = self.tables[layer_slot], self.places.layers[layer_slot]
         self._join_foretold()
-        if self.is_watching and self._is_beside(len(ids)):
+        if self.is_watching and is_beside(self.way, len(ids)):
             self.ops.fetch_aside(ids, positions, places)
             yield Wave(table, places.now)
             self.ops.join_fetch()
@@ -162,9 +155,6 @@ class DeviceExpertStore(ResidentSet):
         if self.is_watching:
             self.ops.fetch_experts(ids, positions, places)
         yield Wave(table, None)
-
-    def _is_beside(self, n_tokens: int) -> bool:
-        return self.way == "beside" or (self.way == "ahead" and n_tokens >= ASIDE_TOKENS)
 
     def settled(self, layer_slot: int) -> ExpertTable | None:
         """See forward.context.ExpertReader: while no expert is brought in."""
@@ -246,7 +236,7 @@ class DeviceExpertStore(ResidentSet):
 
     def _set_control(self) -> None:
         """Who comes and goes, and where to. It depends on nothing else that changes."""
-        rule = self.residency.n_together, self.by_device and self.way != "in place"
+        rule = self.residency.n_together, self.way != "in place"
         if rule != self._ruled_for:
             self.places.set_control(*rule_of(self.residency), self.by_device, rule[1])
             self._ruled_for = rule

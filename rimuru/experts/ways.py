@@ -35,6 +35,18 @@ LONG_PAUSE_S = 2.0
 """Between two steps: nothing ran meanwhile, and the time says nothing."""
 
 
+def ways_of(by_device: bool, n_buffers: int, foresees: bool) -> tuple[str, ...]:
+    """The ways that a DeviceExpertStore has, the plainest one first. foresees: the user wants forecasts tried."""
+    if not by_device:
+        return ("in place",)
+    return "before", "beside", *(("in place",) if n_buffers else ()), *(("ahead",) if foresees else ())
+
+
+def is_beside(way: str, n_tokens: int) -> bool:
+    """Whether a layer's missed experts come in a turn of their own."""
+    return way == "beside" or (way == "ahead" and n_tokens >= ASIDE_TOKENS)
+
+
 def first_way(n_tokens: int, ways: Sequence[str]) -> str:
     """Of steps that nothing is known of. Forecasts are only among the ways where somebody asked for them."""
     if "ahead" in ways:
