@@ -178,6 +178,7 @@ def measure(llm: LLM, variant: str, setting: Setting, args: argparse.Namespace) 
     report = llm.memory()
     return row | {
         "scratch_bytes": report["scratch_bytes"],
+        "ways": report.get("ways", {}),  # how missed experts came, since the model was loaded
         "measured": found.values()
         | {
             "hit_rate": n_hits / n_asked if n_asked else 1.0,
