@@ -86,7 +86,7 @@ class LLM:
         self._shield = Shield()
         """Whatever changes the engine goes through it: an interrupt never leaves a step half done."""
         self._loaded: LoadedModel | None = load_model(Path(model), config, progress)
-        self._lock = threading.Lock()
+        self._lock, self._resizing = threading.Lock(), threading.Lock()
         self._outputs: dict[int, tuple[Sequence, weakref.ref[TextOutput]]] = {}
         """Answers by sequence. One that nobody holds any more (its caller was interrupted) is cancelled."""
         self._scorings: set[Generator[list[np.ndarray], None, None]] = set()
@@ -230,8 +230,11 @@ class LLM:
         self._shield.call(self._resize, parse_bytes(memory))
 
     def _resize(self, memory_bytes: int) -> None:
-        with self._lock:
-            self.loaded.resize(memory_bytes)
+        with self._resizing:
+            pieces, is_done = self.loaded.resize_steps(memory_bytes), False
+            while not is_done:
+                with self._lock:  # not over all pieces: other threads' requests run between them
+                    is_done = self._loaded is None or next(pieces, True) is True
 
     def close(self) -> None:
         """Give everything back. Further calls raise."""

@@ -33,7 +33,7 @@ from rimuru.server.errors import (
     to_json,
 )
 from rimuru.server.jobs import Job, Mailbox
-from rimuru.server.loop import EngineLoop, call_engine
+from rimuru.server.loop import EngineLoop, call_engine, call_engine_in_pieces
 from rimuru.server.metrics import Metrics
 from rimuru.server.openapi import body_of, install
 from rimuru.server.prepare import Prepared, Preparer
@@ -338,14 +338,11 @@ def _add_state(app: FastAPI, service: Service) -> None:
         body = await service.read(request, schema.ResizeRequest)
         n_bytes = parse_bytes(body.memory)
 
-        def apply() -> dict[str, Any]:
-            try:
-                loop.loaded.resize(n_bytes)
-            except NotEnoughMemoryError as error:  # here the size is the client's wish, not the server's trouble
-                raise FieldError(str(error), "memory") from None
-            return memory_report(loop.loaded)
-
-        return JsonResponse(await service.engine(apply))
+        try:
+            await call_engine_in_pieces(loop, loop.loaded.resize_steps(n_bytes))
+        except NotEnoughMemoryError as error:  # here the size is the client's wish, not the server's trouble
+            raise FieldError(str(error), "memory") from None
+        return JsonResponse(await service.engine(lambda: memory_report(loop.loaded)))
 
 
 def _add_dashboard(app: FastAPI, service: Service) -> None:

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -48,6 +48,8 @@ class EngineLoop:
         self._outbox: list[tuple[Mailbox, Event]] = []
         self._rates: deque[tuple[float, int]] = deque()
         self._thread = threading.Thread(target=self._run, name="rimuru-engine", daemon=True)
+        self._pieces: deque[tuple[Iterator[None], Future[None]]] = deque()
+        """Work that is done a piece between two steps, one after the other."""
         self.after_step: Callable[[], None] = lambda: None
         self._stopping = False
         self._failures = itertools.count(1)
@@ -78,6 +80,13 @@ class EngineLoop:
                 future.set_exception(error)
 
         self._inbox.put(run)
+        return future
+
+    def call_in_pieces(self, pieces: Iterator[None]) -> Future[None]:
+        """Run an iterator to its end in the engine's thread, as far as its next item between two steps."""
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()  # a caller who goes does not leave it half done
+        self._inbox.put(lambda: self._pieces.append((pieces, future)))
         return future
 
     def note_failure(self) -> None:
@@ -131,6 +140,7 @@ class EngineLoop:
         self._take_in()
         if not self._stopping:
             self._expire()
+            self._go_on()
             if self.engine.has_work:
                 self._step()
             self._deliver()
@@ -138,13 +148,26 @@ class EngineLoop:
     def _take_in(self) -> None:
         """Carry out what has come in; without work, wait for it."""
         try:
-            command = self._inbox.get(block=not self.engine.has_work)
+            command = self._inbox.get(block=not self.engine.has_work and not self._pieces)
             while command is not None:
                 command()
                 command = self._inbox.get_nowait()
         except queue.Empty:
             pass
         self._deliver()
+
+    def _go_on(self) -> None:
+        """One piece of what was begun first."""
+        if not self._pieces:
+            return
+        pieces, future = self._pieces[0]
+        try:
+            if next(pieces, True) is None:
+                return
+            future.set_result(None)
+        except Exception as error:
+            future.set_exception(error)
+        self._pieces.popleft()
 
     def _step(self) -> None:
         started, n_steps = time.monotonic(), self.engine.n_steps
@@ -338,6 +361,8 @@ class EngineLoop:
 
     def _shut_down(self) -> None:
         self._fail_jobs()
+        while self._pieces:
+            self._pieces.popleft()[1].set_exception(ShuttingDownError("the server is shutting down"))
         self._stopping = True
         self._deliver()
 
@@ -369,3 +394,10 @@ async def call_engine(loop: EngineLoop, function: Callable[[], Any]) -> Any:
     if not loop.is_alive:
         raise ShuttingDownError("the server is shutting down")
     return await asyncio.wrap_future(loop.call(function))
+
+
+async def call_engine_in_pieces(loop: EngineLoop, pieces: Iterator[None]) -> None:
+    """EngineLoop.call_in_pieces, awaited. Raises as call_engine."""
+    if not loop.is_alive:
+        raise ShuttingDownError("the server is shutting down")
+    await asyncio.wrap_future(loop.call_in_pieces(pieces))

@@ -11,6 +11,7 @@ import pytest
 from rimuru import LLM, SamplingParams
 from rimuru.base.errors import ContextLengthError, NotEnoughMemoryError
 from rimuru.engine.resolve import piece_lengths
+from rimuru.memory.move_budget import MoveBudget
 from tools.make_random_gguf import write_random_model
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -87,6 +88,54 @@ def test_resizing_while_requests_run_keeps_the_answers(model: Path, answers: lis
             sizes.append(llm.memory()["pool_bytes"])
         assert [s.output_ids for s in sequences] == answers
         assert min(sizes) < max(sizes)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_pool_shrinks_in_pieces_while_requests_run(
+    model: Path, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch, overlaps: bool
+) -> None:
+    """No step waits for more moves than it may, here one huge page's. Ended early, or by a copy that fails, the pool is
+    as large as it was; whoever asks again gets what was asked for."""
+    with LLM(model, device="cpu", memory=3 * least_memory(model), max_step_tokens=64, max_sequences=8) as llm:
+        loaded, engine, pool = llm.loaded, llm.loaded.engine, llm.loaded.pool
+        engine.overlaps = overlaps
+        pool.moves = MoveBudget(1)
+        copy, moved, may_fail, outcomes = pool.copier.copy_within, [0], [False], []
+
+        def counted(target: int, source: int, n_bytes: int) -> None:
+            if may_fail[0]:
+                raise OSError("no copy")
+            moved[0] += n_bytes
+            copy(target, source, n_bytes)
+
+        monkeypatch.setattr(pool.copier, "copy_within", counted)
+        sequences = [engine.add(p, GREEDY) for p in PROMPTS]
+        before = pool.total_bytes
+        while any(not s.is_finished for s in sequences):
+            engine.step()
+            wanted, n_pieces = ["ended", "failed", "done"][len(outcomes) % 3], 0
+            pieces = loaded.resize_steps(2 * least_memory(model))
+            try:
+                for _ in pieces:
+                    assert 0 < moved[0] <= pool.layout.huge_bytes and pool.total_bytes == before
+                    n_pieces += 1
+                    engine.audit()
+                    engine.step()
+                    engine.audit()
+                    moved[0], may_fail[0] = 0, wanted == "failed"
+                    if wanted == "ended":
+                        pieces.close()
+            except OSError:
+                assert may_fail[0]
+            moved[0], may_fail[0] = 0, False
+            engine.audit()
+            assert (pool.total_bytes < before) == (wanted == "done" or not n_pieces)
+            llm.resize(3 * least_memory(model))
+            assert pool.total_bytes == before
+            outcomes.append((wanted, n_pieces))
+        assert [s.output_ids for s in sequences] == answers
+        for wanted in ("ended", "failed", "done"):
+            assert max(n for name, n in outcomes if name == wanted) >= 1 + 2 * (wanted == "done")
 
 
 def test_a_host_one_step_behind_answers_the_same(model: Path, answers: list[list[int]]) -> None:

@@ -25,6 +25,7 @@ import httpx
 import pytest
 
 from rimuru.cli import main
+from rimuru.memory.move_budget import MoveBudget
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "a text that no log may hold"
@@ -267,6 +268,7 @@ def test_resizing_while_answers_run(script_file: Path) -> None:
     from server_fixtures import running
 
     with running(script_file) as server:
+        server.llm.loaded.pool.moves = MoveBudget(1)  # a huge page between two steps
         total = server.http.get("/v1/memory").json()["total_bytes"]
         huge = server.llm.loaded.layout.huge_bytes
         for wrong in ({"memory": "1KiB"}, {"memory": "lots"}, {"memory": -1}, {}):
