@@ -77,9 +77,13 @@ def take_fills(
     n_entries, n_there = len(log) - 1, log[0]
     first = max(n_taken, n_there - n_entries)
     n_known, n_foretold, n_lost = 0, 0, first - n_taken
+    at, lap, row_at = first % n_entries, first // n_entries + 1, n_rows % len(rows)
     for number in range(first, n_there):
-        entry = log[1 + number % n_entries]
-        n_laps_off = ((entry >> LAP_AT) - number // n_entries - 1) % LAPS
+        entry = log[1 + at]
+        n_laps_off = ((entry >> LAP_AT) - lap) & (LAPS - 1)
+        at += 1
+        if at == n_entries:
+            at, lap = 0, lap + 1
         if n_laps_off >= LAPS // 2:
             return number, n_known, n_foretold, n_lost
         if n_laps_off:
@@ -89,7 +93,8 @@ def take_fills(
         age = (totals[slot, STEPS] - (entry >> STEP_AT)) & ((1 << STEP_BITS) - 1)
         if age >= 1 << (STEP_BITS - 1):  # foretold for a step that was not yet
             age -= 1 << STEP_BITS
-        row = rows[(n_rows + n_known) % len(rows)]
+        row = rows[row_at]
+        row_at = row_at + 1 if row_at + 1 < len(rows) else 0
         row[STEP], row[SLOT] = last_step - age, slot
         row[EXPERT] = (entry >> COMER_AT) & ((1 << (VICTIM_AT - COMER_AT)) - 1)
         row[VICTIM] = ((entry >> VICTIM_AT) & ((1 << (PLACE_AT - VICTIM_AT)) - 1)) - 1

@@ -4,9 +4,9 @@
 `residency` (a step's choices of 48 layers noted). `schedule` is the whole scheduler with `adjust` in it: 96 running
 sequences get their pages, some are replaced, experts shrink and come back. `layers` is what the CPU's store does
 instead of `residency`, layer by layer: noting the choices of 96 tokens, and naming their experts, which it has to read.
-`device` is what a device's store does instead of it: in an eighth of the steps it takes a report of what was chosen and
-of who is resident now, in another eighth it sends the commands for eight experts that left and eight that came (which
-`adjust` counts); `device_loop` is that and `adjust`.
+`device` is what a device's store does instead of it: in an eighth of the steps it takes a report of what was chosen, of
+who is resident now, and of who came meanwhile (an expert of each layer and step), in another eighth it sends the
+commands for eight experts that left and eight that came (which `adjust` counts); `device_loop` is that and `adjust`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rimuru.experts.store import spread_experts
 from rimuru.memory.page_pool import PagePool
 from rimuru.memory.views import ExpertView
 from rimuru.ops.host import bytes_at
-from rimuru.ops.places import ASKED, FILLS, HITS, N_TOTALS, STEPS, TOKENS, ExpertPlaces
+from rimuru.ops.places import ASKED, FILLS, HITS, LOG_ENTRIES, N_TOTALS, STEPS, TOKENS, ExpertPlaces, fill_entry
 from rimuru.ops.reference import ReferenceOps
 from rimuru.ops.reference.residency import set_places
 from rimuru.simulate.cards import card_named
@@ -171,12 +171,19 @@ def by_device(simulation: Simulation, rng: np.random.Generator, n_steps: int) ->
             held = arrays.holders[rows[slot] : rows[slot + 1]]
             empty = np.flatnonzero((store.places.layer_pages(slot)[:, 0] >= 0) & (held < 0))
             into = empty if len(empty) else rng.choice(np.flatnonzero(held >= 0), 1)
+            left = held[into]
             held[into] = rng.choice(np.setdiff1d(np.arange(layer.n_experts), held), len(into), replace=False)
+            for place, victim in zip(into.tolist(), left.tolist(), strict=True):
+                n = int(arrays.log[0])
+                entry = fill_entry(n, int(totals[slot, STEPS]), slot, int(held[place]), victim, place, False)
+                arrays.log[1 + n % LOG_ENTRIES], arrays.log[0] = entry, n + 1
         if number % 8 == 4:
             store.shrink(8)
             store.expand(8)
         store.begin_step()
         store.ops.catch_up()  # type: ignore[attr-defined]
+    store.catch_up()
+    assert store.fills.n == arrays.log[0] > n_steps and store.fills.n_lost == 0
     return watch.summary()
 
 
