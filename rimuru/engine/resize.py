@@ -89,8 +89,8 @@ def _shrink(pool: PagePool, room: CompactingRoom, scheduler: Scheduler, pool_byt
             moves.spend(cost_bytes)
             room.note_moves(moved, f"the pool shrinks to {human_bytes(pool_bytes)}")
             if is_last:
+                is_done = True  # the end is empty and leaves, even if its memory cannot be given back
                 pool.finish_shrink(plan, n_huge * pool.layout.huge_bytes)
-                is_done = True
             else:
                 yield
     finally:
