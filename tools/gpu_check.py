@@ -48,14 +48,15 @@ MEMCHECK: dict[str, str] = {
     "matmul": r"fast-linear (\w+ (127x\d+ T=(1|40)|300x512 T=130)|.*three types|.*factors|f32|\w+ constant)"
     rf"|test_tiles\[fast-{SOME_TYPES}\]|test_every_switch_of_kernel\[fast-(2|9|17|33|65|97|129)\]"
     r"|deterministic-linear q4_k 127x256 T=(1|40)|deterministic-(q4_k|f32)-1100-shared expert",
-    "moe": r"fast-(route|experts) (?!qwen3)|test_every_switch_of_kernel\[fast|placement_never\w+\[fast-(\w+-)?(7|100)\]"
-    r"|deterministic-experts q4_k_m T=(9|40)",
+    "moe": r"fast-(route|(summed )?experts) (?!qwen3)|test_every_switch_of_kernel\[fast"
+    r"|placement_never\w+\[fast-(\w+-)?(7|100)\]|deterministic-experts q4_k_m T=(9|40)",
     "attention": r"test_attention\[(?!.*(2500|context \d\d|one block))|qkv|window|padding|pieces",
     "recurrent": r"mixed|decode, \w+, 3/3|decode, 3 heads|padding|no_bit\[(conv of 4|delta_net of 4x24|mamba2 of 30)",
     "pointwise": r"test_case\[(?!.*(4096|8192|64x2048))|eight_bit_form\[\w+-96-|embed|take_tokens",
     "mla": r"fast-(?!.*(T=300|128 heads|16 heads))",
     "fused": r"fast-(choose_experts|linear normed|attention prepares) (?!qwen3)",
     "sampling": r"test_case\[(?!.*151936)|penalty|top_k_keeps|order_of|filters_keep|hot_draws|follow_the",
+    "residency": r"test_case\[(?!.*qwen3)",
     "runtime": r"read_pinned|graph_outlives|stage_gives",
 }
 """What compute-sanitizer sees, by file tests/ops/test_cuda_<name>.py: every family and tensor type, edge shapes; model
@@ -72,6 +73,7 @@ RACECHECK: dict[str, str] = {
     "pointwise": r"(rms_norm|add_norm|row_gate) (3x7|5x288)|gated_norm (2x256|3x90)",
     "mla": r"fast-head_linear (q4_k|q8_0|f16) T=9",
     "fused": r"fast-(choose_experts|linear normed|attention prepares) (?!qwen3|float32)",
+    "residency": r"test_case\[fetch_(?!.*qwen3)",
     "sampling": r"test_case\[(?!.*151936)|penalty|order_of",
 }
 """Kernels that share memory within a block; one or two tensor types of each."""

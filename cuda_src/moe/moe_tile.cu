@@ -3,7 +3,7 @@
 //   moe_gate_up_tile  hidden[a] = act(gate . x[a / top_k] + b_gate) * (up . x[a / top_k] + b_up)
 //   moe_down_tile     out[a] = down . hidden[a] + b_down
 //
-// Activations come as halves with one scale a row (quantize_act.cu). Grid x = tiles of weight rows, y = items (an expert
+// Activations come as halves with one scale a row (scale_halves.cu). Grid x = tiles of weight rows, y = items (an expert
 // and up to TILE_M of its assignments; blocks beyond the last item end at once). In a tile of the gated kernel each 16
 // rows are 8 gate rows and the 8 up rows of the same hidden elements, so both lie in one thread's sums.
 // -DFORMAT_GATE -DFORMAT_UP -DGATED 0 1, or -DFORMAT_DOWN; -DEXPERT_FACTORS 0 1; -DTILE_N,

@@ -112,6 +112,7 @@ def attention_case(name: str, shape: AttentionShape, kind: Any = "edge") -> Case
         lambda _: 2 * pairs * shape.n_head * (shape.key_dim + shape.width),
         OUTPUT_TOLERANCE,
         kind,
+        flops_on="float32" if shape.element == "f32" else "products",
     )
 
 

@@ -40,6 +40,10 @@ class Case:
     kind: Literal["edge", "model"] = "edge"
     tolerances: dict[str, float] = field(default_factory=dict)
     """Tolerance of single outputs, where it differs."""
+    bytes_over: Literal["memory", "link"] = "memory"
+    """What the bytes come through: the device's memory, or its link to the host's."""
+    flops_on: Literal["products", "float32"] = "products"
+    """What the flops run on: units for products of 16-bit matrices, or those for float32."""
 
     def inputs(self) -> Inputs:
         """The same inputs on every call."""

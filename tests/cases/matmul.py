@@ -112,6 +112,7 @@ def linear_case(
         flops=lambda i: 2 * n_tokens * n_in * sum(n_out),
         tolerance=tolerance or (worst if n_tokens * max(n_out) > 40 else 6 * worst),
         kind=kind,
+        flops_on="float32" if set(formats) == {"f32"} else "products",
     )
 
 

@@ -144,6 +144,15 @@ def summed_at_once(ops: Ops, inputs: Inputs, spec: MoeSpec) -> np.ndarray:
     return ops.download(out)
 
 
+def summed_case(
+    name: str, formats: dict[str, str], spec: MoeSpec, n_in: int, n_tokens: int, page_bytes: int = PAGE_ALIGN,
+    kind: Any = "edge",
+) -> Case:  # fmt: skip
+    """Both verbs as a step calls them: of few tokens the sum is made together with the down projection."""
+    case = experts_case(name, formats, spec, n_in, n_tokens, page_bytes=page_bytes, kind=kind)
+    return replace(case, name=f"summed {case.name}", run=lambda ops, i: {"out": summed_at_once(ops, i, spec)})
+
+
 def route_case(name: str, spec: MoeSpec, n_tokens: int, *, bias: bool = False, logits: Any = None) -> Case:
     """Ids must be equal to the reference's, weights close."""
 
@@ -282,6 +291,10 @@ MODEL_CASES = [
     experts_case(f"qwen3-30b T={n}", _Q4_K_M, QWEN3_30B, 2048, n, page_bytes=432 * 1024, kind="model") for n in (1, 8)
 ]
 
+SUMMED_CASES = [summed_case(f"q4_k_m T={n}", _Q4_K_M, _SMALL, 512, n) for n in (1, 4, 20)] + [
+    summed_case("qwen3-30b T=1", _Q4_K_M, QWEN3_30B, 2048, 1, 432 * 1024, "model")
+]
+
 COMBINE_CASES = [combine_case(3, 2, 96, False), combine_case(20, 3, 288, True)]
 
-CASES = ROUTE_CASES + EDGE_CASES + COMBINE_CASES + MODEL_CASES
+CASES = ROUTE_CASES + EDGE_CASES + SUMMED_CASES + COMBINE_CASES + MODEL_CASES

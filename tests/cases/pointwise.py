@@ -140,6 +140,23 @@ def _finish_logits(n_rows: int, n_vocab: int, softcap: float | None) -> Case:
     return _case(f"finish_logits {n_rows}x{n_vocab} cap {softcap}", make, run, n_rows, n_vocab, 2)
 
 
+def _take_tokens(n_tokens: int, n_previous: int) -> Case:
+    """Every other token is one that only the device knows."""
+
+    def make(rng: np.random.Generator) -> Inputs:
+        ids = rng.integers(0, 1000, n_tokens).astype(np.int32)
+        ids[::2] = -1 - rng.integers(0, n_previous, len(ids[::2]))
+        return {"ids": ids, "previous": rng.integers(0, 1000, n_previous).astype(np.int32)}
+
+    def run(ops: Ops, i: Inputs) -> Outputs:
+        ids = ops.upload(i["ids"])
+        ops.take_tokens(ids, ops.upload(i["previous"]))
+        return {"ids": ops.download(ids)}
+
+    kind: Any = "model" if n_tokens == 32 else "edge"
+    return Case(f"take_tokens {n_tokens} of {n_previous}", make, run, lambda _: 8 * n_tokens, lambda _: 0, 0.0, kind)
+
+
 def embed_case(name: str, n_tokens: int, width: int, n_vocab: int, kind: Any = "edge") -> Case:
     """Rows of a table in a format, the last row among them."""
     fmt = BY_NAME[name]
@@ -171,6 +188,7 @@ CASES: tuple[Case, ...] = (
     _gated_norm(3, 90, 1, False, True),
     _gated_norm(1, 4096, 32, True, False),
     _gated_norm(32, 8192, 8, False, True),
+    _gated_norm(32, 4096, 8, False, True),  # Nemotron 3 Nano
     *[_glu(2, 96, activation, gated) for activation in ACTIVATIONS for gated in (False, True)],
     *[_glu(3, 17, activation, True) for activation in ACTIVATIONS],
     _glu(128, 4096, "silu", True),
@@ -178,5 +196,7 @@ CASES: tuple[Case, ...] = (
     *[_row_gate(*shape) for shape in SHAPES],
     *[_gather_rows(*shape) for shape in SHAPES],
     *[_finish_logits(2, 1000, cap) for cap in (None, 30.0)],
+    _finish_logits(32, 100352, None),  # Granite 4.0 H
+    *[_take_tokens(*sizes) for sizes in ((1, 1), (5, 3), (200, 130), (32, 32))],
     *[embed_case(name, 3, 512, 20) for name in ("f32", "f16", "bf16", "q8_0", "q4_k", "q6_k")],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cases import attention, fused, matmul, mla, moe, pointwise, recurrent, sampling, waiting
+from cases import attention, fused, matmul, mla, moe, pointwise, recurrent, residency, sampling, waiting
 from cases.attention import AttentionShape, QkvShape, attention_case, qkv_case
 from cases.common import Case
 from cases.matmul import linear_case
@@ -35,7 +35,7 @@ MATMUL = [
     ],
     *[linear_case(f"qwen3-30b o T={n}", ["q4_k"], [2048], 4096, n, kind="model") for n in (1, 32, 512)],
     *[linear_case(f"qwen3-30b head T={n}", ["q6_k"], [151936], 2048, n, kind="model") for n in (1, 8, 32)],
-    *[linear_case(f"qwen3-30b router T={n}", ["f32"], [128], 2048, n, kind="model") for n in (1, 32, 512)],
+    *[linear_case(f"qwen3-30b router T={n}", ["f32"], [128], 2048, n, kind="model") for n in (1, 32, 512, 4096)],
     linear_case("q8_0 4096x2880 T=1", ["q8_0"], [4096], 2880, 1, kind="model"),
 ]
 
@@ -45,6 +45,7 @@ EXPERTS = [
     *_experts("v2-lite", {"gate": "q4_k", "up": "q4_k", "down": "q8_0"}, V2_LITE, 2048, 396, 1, 32, 512),
     *[moe.route_case(f"qwen3-30b T={n}", moe.QWEN3_30B, n) for n in (1, 32, 512)],
     moe.replay_case(32, 48, 8),
+    *[moe.summed_case(f"qwen3-30b T={n}", _Q4_K_M, moe.QWEN3_30B, 2048, n, 432 * 1024, "model") for n in (1, 4)],
     *[moe.combine_case(n, 8, 2048, True, "model") for n in (1, 32, 512)],
 ]
 
@@ -52,7 +53,7 @@ ATTENTION = [
     *[
         attention_case(name, shape, "model")
         for name, shape in attention.BENCH_SHAPES.items()
-        if shape.element == "f16"
+        if shape.element == "f16" or name.startswith("decode")  # f32: --kv-type f32
     ],
     *[
         attention_case(f"decode {n} x 1024 of {dim} f16", AttentionShape(
@@ -106,7 +107,7 @@ OTHERS = [
 def cases() -> list[Case]:
     """The ones above and those cases of the tests that have model shapes."""
     tested = [*pointwise.CASES, *matmul.CASES, *attention.QKV_CASES, *recurrent.CASES, *sampling.CASES, *fused.CASES]
-    tested += waiting.CASES
+    tested += [*waiting.CASES, *residency.CASES]
     found = MATMUL + EXPERTS + ATTENTION + RECURRENT + OTHERS
     names = {case.name for case in found}
     return found + [case for case in tested if case.kind == "model" and case.name not in names]

@@ -131,10 +131,10 @@ class EmulatedOps:
     name = "cuda, emulated"
 
     def __init__(self, deterministic: bool = False) -> None:
-        from rimuru.ops.cuda import matmul, moe, routing
+        from rimuru.ops.cuda import matmul, moe, pointwise, routing
 
         self.deterministic = deterministic
-        self._matmul, self._moe = matmul, moe
+        self._matmul, self._moe, self._pointwise = matmul, moe, pointwise
         self.linear, self.weight = matmul.linear, matmul.weight
         self.choose_experts = routing.Router()
         self.route, self.moe_experts, self.moe_combine = routing.route, moe.moe_experts, moe.moe_combine
@@ -153,5 +153,4 @@ class EmulatedOps:
     def glu(self, gate: np.ndarray | None, up: np.ndarray, activation: str, out: Any) -> None:
         """Brings values into an activation."""
         assert gate is None and activation == "identity"
-        out.f32[...] = up
-        self._matmul.quantize_act(out, len(up))
+        self._pointwise.glu(gate, up, activation, out)

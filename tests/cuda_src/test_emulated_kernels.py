@@ -65,6 +65,7 @@ def pick(cases: list[Case], family: str, names: tuple[str, ...]) -> list[Case]:
 CASES = [
     *pick(matmul_cases.EDGE_CASES, "linear", LINEAR),
     *pick(moe_cases.EDGE_CASES, "experts", EXPERTS),
+    *pick(moe_cases.SUMMED_CASES, "summed experts", ("q4_k_m T=1", "q4_k_m T=4", "q4_k_m T=20")),
     *pick(moe_cases.ROUTE_CASES, "route", ROUTES),
 ]
 
@@ -177,7 +178,7 @@ def test_kernels_are_known_before_they_are_needed(
     case: Case, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lists that a model's kernels are compiled from hold what a call then launches."""
-    from rimuru.ops.cuda import matmul, moe
+    from rimuru.ops.cuda import matmul, moe, pointwise
 
     launched: list[Kernel] = []
     monkeypatch.setattr(Kernel, "__call__", lambda kernel, *args, **options: launched.append(kernel))
@@ -195,6 +196,7 @@ def test_kernels_are_known_before_they_are_needed(
         known = [*moe.experts_kernels(layout, spec, n_tokens, deterministic, scaled), *matmul.COMMON_KERNELS]
     else:
         known = matmul.linear_kernels(weights, n_tokens, deterministic)
+    known += pointwise.KERNELS  # of every model; here what brings the input
     assert {id(kernel) for kernel in launched} <= {id(kernel) for kernel in known}
 
 

@@ -8,8 +8,10 @@ CPU: the best call counts; microseconds, GB/s, Gflop/s.
 
 CUDA: all kernels that the verb launches, in a graph that goes over several copies of the inputs where these are large,
 so that weights are not found in the cache; the median of several runs of the graph. Beside it the shares of the card's
-own peaks, which are measured first: of reading memory, and of products of 16-bit matrices. Only bytes and flops count
-that no implementation can do without. Small calls reach a small share: a launch takes 1 to 2 us whatever it does.
+own peaks, which are measured first: of reading memory, or of the link to the host's for what comes over it, and of
+products of 16-bit matrices, or of float32 arithmetic for what must not be rounded; a row names a peak that is not the
+first of its kind. Only bytes and flops count that no implementation can do without. Small calls reach a small share: a
+launch takes 1 to 2 us whatever it does. What runs beside others in an engine is timed after them here.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import statistics
 import sys
 import time
@@ -38,8 +41,13 @@ from cases.common import Case  # noqa: E402
 from rimuru.ops import create  # noqa: E402
 from rimuru.ops.base import Ops  # noqa: E402
 
-VERBS = {"experts ": "moe_experts", "latent rows": "prepare_qkv", "route replayed": "replay_routing"}
-"""Verb of a case by the beginning of its name, where that is not its first word."""
+VERBS = {
+    "experts ": ("moe_experts",),
+    "summed experts ": ("moe_experts", "moe_combine"),
+    "latent rows": ("prepare_qkv",),
+    "route replayed": ("replay_routing",),
+}
+"""Verbs of a case by the beginning of its name, where that is not one that its first word names."""
 
 COLD_BYTES = 150e6
 """A call's inputs are not found in the cache where so many others have been read since."""
@@ -49,20 +57,21 @@ LARGE_BYTES = 4e6
 """Smaller inputs are what the kernel before has just written, or lie in the cache in a real step too."""
 
 
-def verb_of(case: Case) -> str:
-    return next((verb for start, verb in VERBS.items() if case.name.startswith(start)), case.name.split()[0])
+def verbs_of(case: Case) -> tuple[str, ...]:
+    named = (verbs for start, verbs in VERBS.items() if case.name.startswith(start))
+    return next(named, (case.name.split()[0],))
 
 
 class Hooked:
-    """A backend one of whose verbs is called through `call`, and which keeps what is uploaded."""
+    """A backend some of whose verbs are called through `call`, and which keeps what is uploaded or in host memory."""
 
-    def __init__(self, ops: Ops, verb: str, call: Callable[[Callable[[], None]], None]) -> None:
-        self._ops, self._verb, self._call = ops, verb, call
+    def __init__(self, ops: Ops, verbs: tuple[str, ...], call: Callable[[Callable[[], None]], None]) -> None:
+        self._ops, self._verbs, self._call = ops, verbs, call
         self.kept: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._ops, name)
-        if name != self._verb:
+        if name not in self._verbs:
             return found
         return lambda *args, **named: self._call(lambda: found(*args, **named))
 
@@ -71,13 +80,18 @@ class Hooked:
         self.kept.append(array)  # tables hold addresses of arrays that nothing else holds
         return array
 
+    def copier(self) -> Any:
+        self.kept.append(self._ops.copier())  # with the memory that it has pinned
+        return self.kept[-1]
+
 
 def best_of_calls(case: Case, ops: Ops, seconds: float) -> float:
-    """Seconds of the fastest call of the case's verb."""
-    best = float("inf")
+    """Seconds of the fastest call of the case's verb; of several, their sum."""
+    total = 0.0
 
     def repeat(call: Callable[[], None]) -> None:
-        nonlocal best
+        nonlocal total
+        best = float("inf")
         call()
         ops.synchronize()
         end = time.perf_counter() + seconds
@@ -86,9 +100,10 @@ def best_of_calls(case: Case, ops: Ops, seconds: float) -> float:
             call()
             ops.synchronize()
             best = min(best, time.perf_counter() - start)
+        total += best
 
-    case.run(Hooked(ops, verb_of(case), repeat), case.inputs())  # type: ignore[arg-type]
-    return best
+    case.run(Hooked(ops, verbs_of(case), repeat), case.inputs())  # type: ignore[arg-type]
+    return total
 
 
 # ---- CUDA
@@ -100,7 +115,8 @@ class DeviceBench:
     def __init__(self, ops: Any, seconds: float) -> None:
         self.ops, self.seconds = ops, seconds
         self._inputs: dict[str, Any] = {}
-        self.paths: set[str] = set()
+        self.functions: set[str] = set()
+        """Kernels that have been timed, as in `kernel_functions`."""
 
     def compile(self, cases: list[Case]) -> None:
         """Compile what all cases use at once, from a run of each in which nothing is launched."""
@@ -114,7 +130,6 @@ class DeviceBench:
                 case.run(self.ops, self._inputs[case.name])
             for kernel, shared_bytes in found.items():
                 used[kernel] = max(shared_bytes, used.get(kernel, 0))
-        self.paths = {kernel.path for kernel in used}
         self.ops.compile(list(used))
         for kernel, shared_bytes in used.items():
             kernel.load(shared_bytes)
@@ -124,7 +139,7 @@ class DeviceBench:
         found: list[Any] = []
         kept: list[Any] = []
         for _ in range(n_copies):
-            hooked = Hooked(self.ops, verb_of(case), lambda call: self._record(call, found))
+            hooked = Hooked(self.ops, verbs_of(case), lambda call: self._record(call, found))
             case.run(hooked, self._inputs[case.name])  # type: ignore[arg-type]
             kept += hooked.kept
         return found, kept
@@ -133,7 +148,8 @@ class DeviceBench:
     def _record(call: Callable[[], None], found: list[Any]) -> None:
         with recorded() as launches:
             call()
-        found += launches
+        # A stream of its own is none that a graph of these launches would wait for.
+        found += [(kernel, args, {k: v for k, v in named.items() if k != "stream"}) for kernel, args, named in launches]
 
     def graph(self, launches: list[Any], n_times: int) -> Any:
         import cupy
@@ -174,8 +190,10 @@ class DeviceBench:
         """Time of a case's verb, and of each of its kernels where it has several."""
         inputs = self._inputs[case.name]
         n_bytes, n_flops = case.bytes_moved(inputs), case.flops(inputs)
-        n_copies = 1 if n_bytes < LARGE_BYTES else max(1, min(MOST_COPIES, round(COLD_BYTES / n_bytes)))
+        cached = n_bytes < LARGE_BYTES or case.bytes_over == "link"  # the host's memory is never in the device's cache
+        n_copies = 1 if cached else max(1, min(MOST_COPIES, round(COLD_BYTES / n_bytes)))
         launches, kept = self.launches(case, n_copies)
+        self.functions |= {function_of(launch[0]) for launch in launches}
         us = self.microseconds(launches, n_copies)
         kernels = self.parts(launches, n_copies, us)
         del kept, self._inputs[case.name]
@@ -196,6 +214,22 @@ class DeviceBench:
             found[name] = found.get(name, 0.0) + until - before
             before = until
         return found
+
+
+def function_of(kernel: Any) -> str:
+    """A kernel's source and name, as in `kernel_functions`."""
+    return f"{kernel.path}: {kernel.name}"
+
+
+def kernel_functions() -> set[str]:
+    """Every kernel of cuda_src, by its source and name."""
+    from rimuru.ops.cuda.loader import source_root
+
+    bounds = r"(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?"
+    kernel = re.compile(rf"__global__\s+void\s+{bounds}(\w+)\(")
+    root = source_root()
+    sources = [(path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")) for path in root.glob("*/*.cu*")]
+    return {f"{path}: {name}" for path, text in sources for name in kernel.findall(text)}
 
 
 @contextmanager
@@ -232,10 +266,30 @@ extern "C" __global__ void sweep(const uint4* x, long long n, unsigned* out) {
 """
 
 
+_FMAS = """
+extern "C" __global__ void fmas(float* out, float x, float y, int n) {
+    float sums[16];
+#pragma unroll
+    for (int k = 0; k < 16; k++) sums[k] = (float)(threadIdx.x + k);
+#pragma unroll 8
+    for (int i = 0; i < n; i++) {
+#pragma unroll
+        for (int k = 0; k < 16; k++) sums[k] = fmaf(sums[k], x, y);
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < 16; k++) sum += sums[k];
+    if (sum == 12345.0f) out[0] = sum;
+}
+"""
+
+
 def peaks(ops: Any) -> dict[str, float]:
-    """The card's own: bytes a second of reading 2 GiB, and flops of a product of 16-bit matrices (0 where CuPy finds no
-    library for it)."""
+    """The card's own: bytes a second of reading 2 GiB and of a copy from pinned host memory; flops of a product of
+    16-bit matrices (0 where CuPy finds no library for it) and of float32 multiply-adds."""
     import cupy
+
+    from rimuru.ops.cuda import rates
 
     rng = np.random.default_rng(0)
     ops.stream.use()
@@ -252,7 +306,14 @@ def peaks(ops: Any) -> dict[str, float]:
     except Exception as error:  # no cuBLAS: the table goes without
         print(f"no peak of matrix products: {error}", file=sys.stderr)
         flops = 0.0
-    return {"bytes_per_s": bytes_per_s, "flops_per_s": flops}
+    blocks, n_fmas, fmas = ops.info.n_multiprocessors * 8, 4096, cupy.RawKernel(_FMAS, "fmas")
+    arguments = cupy.zeros(1, np.float32), np.float32(0.999), np.float32(0.001), np.int32(n_fmas)
+    float32 = 2 * 16 * n_fmas * 256 * blocks / fastest(ops, lambda: fmas((blocks,), (256,), arguments))
+    _, _, link = rates.measured(ops.info.id)
+    ops.stream.use()  # it has left another one
+    return {
+        "bytes_per_s": bytes_per_s, "flops_per_s": flops, "link_bytes_per_s": link, "float32_flops_per_s": float32
+    }  # fmt: skip
 
 
 def fastest(ops: Any, call: Callable[[], None]) -> float:
@@ -272,27 +333,36 @@ def fastest(ops: Any, call: Callable[[], None]) -> float:
 
 
 def device_result(ops: Any, cases: list[Case], seconds: float) -> dict[str, Any]:
-    """A row for each case, the peaks, and sources of kernels that no case launches."""
-    from rimuru.ops.cuda.loader import source_root
-
+    """A row for each case, the peaks, and kernels that no case launches."""
     bench = DeviceBench(ops, seconds)
     top = peaks(ops)
-    print(f"peaks: {top['bytes_per_s'] / 1e12:.2f} TB/s, {top['flops_per_s'] / 1e12:.0f} Tflop/s")
+    print(
+        f"peaks: memory {top['bytes_per_s'] / 1e12:.2f} TB/s, link {top['link_bytes_per_s'] / 1e9:.1f} GB/s; products"
+        f" {top['flops_per_s'] / 1e12:.0f} Tflop/s, float32 {top['float32_flops_per_s'] / 1e12:.1f} Tflop/s"
+    )
     bench.compile(cases)
     gc.disable()  # nothing may be unpinned during a capture
     rows = []
     for case in cases:
-        row = bench.measure(case)
-        seconds_a_call = row["us"] / 1e6
-        row = {"case": case.name} | row
-        row["bandwidth_share"] = row["bytes"] / seconds_a_call / top["bytes_per_s"]
-        row["flops_share"] = row["flops"] / seconds_a_call / top["flops_per_s"] if top["flops_per_s"] else 0.0
+        row = {"case": case.name} | bench.measure(case)
+        row |= shares_of_peaks(case, row, top)
         rows.append(row)
         parts = " ".join(f"{name} {us:.1f}" for name, us in row["kernels"].items())
-        shares = f"{row['bandwidth_share']:7.1%} {row['flops_share']:7.1%}"
-        print(f"{case.name:48s}{row['us']:10.1f} us {shares}  {parts}", flush=True)
-    sources = {path.relative_to(source_root()).as_posix() for path in source_root().glob("*/*.cu")}
-    return {"peaks": top, "cases": rows, "without_case": sorted(sources - bench.paths)}
+        others = " ".join(peak for peak in (row["bytes_over"], row["flops_on"]) if peak not in ("memory", "products"))
+        shares = f"{row['bandwidth_share']:7.1%} {row['flops_share']:7.1%} {others:8s}"
+        print(f"{case.name:48s}{row['us']:10.1f} us {shares} {parts}", flush=True)
+    return {"peaks": top, "cases": rows, "without_case": sorted(kernel_functions() - bench.functions)}
+
+
+def shares_of_peaks(case: Case, row: dict[str, Any], top: dict[str, float]) -> dict[str, Any]:
+    """How near a measured row comes to the peaks that bound it, and which these are."""
+    bytes_per_s = top["link_bytes_per_s" if case.bytes_over == "link" else "bytes_per_s"]
+    flops_per_s = top["float32_flops_per_s" if case.flops_on == "float32" else "flops_per_s"]
+    seconds = row["us"] / 1e6
+    return {
+        "bandwidth_share": row["bytes"] / seconds / bytes_per_s, "bytes_over": case.bytes_over,
+        "flops_share": row["flops"] / seconds / flops_per_s if flops_per_s else 0.0, "flops_on": case.flops_on,
+    }  # fmt: skip
 
 
 def host_rows(ops: Ops, cases: list[Case], seconds: float) -> list[dict[str, Any]]:
@@ -316,6 +386,7 @@ def main() -> None:
     ops: Any = create(options.device, options.threads)
     chosen = [case for case in timed.cases() if any(text in case.name for text in options.filter.split("|"))]
     if options.device == "cpu":
+        chosen = [case for case in chosen if case.bytes_over == "memory"]
         result: dict[str, Any] = {"cases": host_rows(ops, chosen, options.seconds)}
     else:
         result = device_result(ops, chosen, options.seconds)

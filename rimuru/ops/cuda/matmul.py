@@ -55,8 +55,7 @@ _MATRIX = ", ".join(
 )
 _FINISH = "row_scale: f32*, scale: f32, add: i32, width: i32, n_tokens: i32"
 
-_quantize = Kernel("matmul/quantize_act.cu", "quantize_act", "x: f32*, values: i8*, scales: f32*, sums: i32*, n: i64")
-_scale_halves = Kernel("matmul/quantize_act.cu", "scale_halves", "x: f32*, halves: f16*, scales: f32*, width: i32")
+_scale_halves = Kernel("matmul/scale_halves.cu", "scale_halves", "x: f32*, halves: f16*, scales: f32*, width: i32")
 
 
 _gemm_f32 = Kernel(
@@ -66,16 +65,8 @@ _gemm_f32 = Kernel(
 )
 
 
-COMMON_KERNELS = (_quantize, _scale_halves, _gemm_f32)
+COMMON_KERNELS = (_scale_halves, _gemm_f32)
 """Kernels that do not depend on a tensor type."""
-
-
-def quantize_act(x: Act, n_tokens: int) -> None:
-    """Fill the 8-bit form of the first n_tokens rows from their float32 values."""
-    width = x.f32.shape[1]
-    if x.quant.values is not None:
-        n_blocks = n_tokens * (width // ACT_BLOCK)
-        _quantize((ceil_div(n_blocks, 8),), (256,), (x.f32, x.quant.values, x.quant.scales, x.quant.sums, n_blocks))
 
 
 def scale_halves(x: Array, halves: Array, scales: Array, n_tokens: int) -> None:

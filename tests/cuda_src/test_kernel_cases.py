@@ -1,0 +1,122 @@
+"""Every kernel has a case that is timed: the launches of all cases are gone through without a device."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools" / "bench"))
+import kernels
+from cases import timed
+from cases.common import Case
+
+from rimuru.formats.quants import QuantFormat
+from rimuru.ops.cuda import device, loader, sampling
+from rimuru.ops.cuda.launch import Kernel
+from rimuru.ops.host import HostCopier
+
+H200 = device.DeviceInfo(0, "H200", (9, 0), 132, 140 << 30, 227 << 10, 228 << 10, True)
+
+
+class DeviceArray(np.ndarray[Any, Any]):
+    """Host memory with what launchers ask of an array on a device."""
+
+    @property
+    def data(self) -> Any:
+        return types.SimpleNamespace(ptr=self.ctypes.data)
+
+
+def zeros(shape: Any, dtype: Any = np.float32) -> DeviceArray:
+    return np.zeros(shape, dtype).view(DeviceArray)
+
+
+def as_device_array(host: np.ndarray) -> DeviceArray:
+    return np.ascontiguousarray(host).view(DeviceArray)
+
+
+class Staged:
+    """StagedBytes whose views are the arrays that were sent."""
+
+    n_bytes = 0
+
+    def reserve(self, n_bytes: int) -> None: ...
+
+    def send(self, arrays: list[np.ndarray]) -> list[int]:
+        self.arrays = arrays
+        return list(range(len(arrays)))
+
+    def view(self, address: int, shape: Any, dtype: Any) -> DeviceArray:
+        return as_device_array(self.arrays[address])
+
+
+def empty_rows(rng: np.random.Generator, fmt: QuantFormat, n_rows: int, n_in: int, std: float = 0.0) -> np.ndarray:
+    return np.zeros((n_rows, fmt.row_bytes(n_in)), np.uint8)
+
+
+def empty_experts(rng: np.random.Generator, layout: Any, page_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    n_pages = layout.n_experts * layout.n_pages
+    return np.zeros(n_pages * page_bytes, np.uint8), np.arange(n_pages).reshape(layout.n_experts, -1)
+
+
+EMPTY = {
+    "random_rows": empty_rows, "fill_pool": empty_experts, "write_kv": lambda *_: None,
+    "poisoned": lambda n_bytes: np.zeros(n_bytes, np.uint8),
+    "normal": lambda rng, *shape, scale=1.0: np.zeros(shape, np.float32),
+}  # fmt: skip
+"""What fills the inputs of cases: no kernel runs, and memory that nobody touches costs nothing."""
+
+
+@pytest.fixture
+def ops(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """CudaOps without a device, from a module of its own: nothing else may find one that was imported like this."""
+    cupy = mock.MagicMock(empty=zeros, zeros=zeros, asarray=as_device_array)
+    cupy.asnumpy = lambda array, stream=None: np.asarray(array)
+    for name in ("float32", "int32", "uint8", "uint32", "uint64"):
+        setattr(cupy, name, getattr(np, name))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    spec = importlib.util.spec_from_file_location("backend", Path(loader.__file__).with_name("backend.py"))
+    assert spec is not None and spec.loader is not None
+    backend = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(backend)
+    monkeypatch.setattr(backend, "StagedBytes", Staged)
+    monkeypatch.setattr(sampling, "StagedBytes", Staged)
+    monkeypatch.setattr(device.DeviceInfo, "of", lambda device_id: H200)
+    for name, module in list(sys.modules.items()):
+        for function in EMPTY if name.startswith("cases.") else ():
+            if hasattr(module, function):
+                monkeypatch.setattr(module, function, EMPTY[function])
+    made = backend.CudaOps()
+    made.upload, made.copier = as_device_array, HostCopier
+    return made
+
+
+def launched(case: Case, ops: Any, launches: list[Kernel]) -> set[str]:
+    """Kernels that the verbs of a case launch; launches: all of them, also of what makes inputs ready."""
+    found: list[Kernel] = []
+
+    def note(call: Callable[[], None]) -> None:
+        launches.clear()
+        call()
+        found.extend(launches)
+
+    case.run(kernels.Hooked(ops, kernels.verbs_of(case), note), case.inputs())  # type: ignore[arg-type]
+    assert found, f"{case.name}: its verbs launch nothing"
+    return {kernels.function_of(kernel) for kernel in found}
+
+
+def test_every_kernel_has_a_case(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched by the verbs that are timed, not by what makes their inputs ready."""
+    every, launches = kernels.kernel_functions(), list[Kernel]()
+    assert len(every) > 50
+    monkeypatch.setattr(Kernel, "__call__", lambda kernel, *args, **named: launches.append(kernel))
+    used = {name for case in timed.cases() for name in launched(case, ops, launches)}
+    assert used <= every
+    assert sorted(every - used) == []
