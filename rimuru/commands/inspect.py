@@ -18,7 +18,7 @@ from rimuru.commands.common import checked_config, print_json
 from rimuru.commands.forecast import before_loading, before_loading_text, on_card, on_card_text
 from rimuru.commands.planned import planned_model
 from rimuru.config import EngineConfig, parse_share
-from rimuru.engine.build import ELEMENT_BYTES, FIXED_SHARE, n_resident_experts
+from rimuru.engine.build import ELEMENT_BYTES, FIXED_SHARE
 from rimuru.engine.resolve import (
     AUTO_RAM_SHARE,
     CPU_STEP_TOKENS,
@@ -26,9 +26,13 @@ from rimuru.engine.resolve import (
     MAX_SEQUENCES,
     MIN_CONTEXT_TOKENS,
     available_threads,
+    beside_staying,
     check_file_context,
     longest_request,
+    n_resident_experts,
+    pages_of,
     piece_lengths,
+    staying_experts,
 )
 from rimuru.engine.stores import wave_buffers
 from rimuru.experts.store import even_quotas
@@ -105,17 +109,11 @@ def planned_report(
     report = inspect_model(gguf, element_bytes, memory_bytes, scratch, kept, config.context)
     report["starts"] = does_start
     if not does_start:
-        beside = (
-            ""
-            if kept is None
-            else f" beside the {kept} experts that stay{' with --policy static' * (config.policy == 'static')}"
-        )
-        wishes = ["more --memory"] + ["a smaller --ctx"] * (config.context is not None)
-        if kept:
-            wishes.append("another --policy" if config.policy == "static" else "fewer --resident-experts")
+        beside, wishes = beside_staying(config, sum(staying(config, layout.expert, max(0, left_bytes - scratch))))
+        wishes += ["a smaller --ctx"] * (config.context is not None)
         report["notes"].append(
             f"it would not start: {human_bytes(memory_bytes)} hold no request of {needed} tokens{beside}; give "
-            + " or ".join(wishes)
+            + " or ".join(["more --memory", *wishes])
         )
     return report
 
@@ -126,9 +124,14 @@ def reserved_pages(model: ModelConfig, layout: PoolLayout, config: EngineConfig,
     if experts is None:
         return 0
     buffers = wave_buffers(model, experts, pool_bytes) if device == "cpu" else 0
-    quotas = even_quotas(experts, kept_experts(config, experts, pool_bytes) or 0)
-    kept_pages = sum(n * layer.n_pages for n, layer in zip(quotas, experts.layers, strict=True))
-    return buffers * experts.max_pages + kept_pages
+    return buffers * experts.max_pages + pages_of(experts, staying(config, experts, pool_bytes))
+
+
+def staying(config: EngineConfig, experts: ExpertLayout | None, pool_bytes: int) -> list[int]:
+    """See staying_experts."""
+    kept = kept_experts(config, experts, pool_bytes)
+    quotas = None if experts is None or kept is None else even_quotas(experts, kept)
+    return staying_experts(experts, quotas, config.expert_offload_limit)
 
 
 def kept_experts(config: EngineConfig, experts: ExpertLayout | None, pool_bytes: int) -> int | None:

@@ -14,7 +14,7 @@ import rimuru.ops as backends
 from rimuru.arch.registry import can_run, read_config, require_runnable
 from rimuru.arch.spec import ModelConfig
 from rimuru.arch.tensors import check_tensors
-from rimuru.base.errors import BadInputError, FileFormatError, NotEnoughMemoryError
+from rimuru.base.errors import FileFormatError, NotEnoughMemoryError
 from rimuru.base.units import ceil_div, human_bytes
 from rimuru.config import EngineConfig, parse_share
 from rimuru.engine.branches import call_openers
@@ -29,11 +29,14 @@ from rimuru.engine.resolve import (
     dense_tensor_bytes,
     kv_element,
     longest_request,
+    n_resident_experts,
+    pages_of,
     piece_lengths,
     pool_limit_bytes,
     request_bytes,
     resolve,
     snapshot_ram_bytes,
+    staying_experts,
     swap_ram_bytes,
     wanted_pool_bytes,
     whole_granules,
@@ -352,7 +355,8 @@ class _Builder:
         if not resolved.memory_is_given:
             left = min(left, wanted_pool_bytes(layout, resolved.n_positions, resolved.max_sequences, self.n_buffers))
         longest = longest_request(layout, left, self._reserved_pages(), resolved.n_positions, resolved.max_step_tokens)
-        return left, check_context(self.config.context, longest, resolved.memory_bytes, resolved.n_positions)
+        n_staying = sum(self._staying())
+        return left, check_context(self.config, longest, resolved.memory_bytes, resolved.n_positions, n_staying)
 
     def _map_pool(self, pool_bytes: int) -> None:
         resolved, layout = self.resolved, self.layout
@@ -380,12 +384,13 @@ class _Builder:
         """The adjuster's policy where the number of residents is not fixed."""
         return "paper" if self.config.policy == "paper" else "cost"
 
+    def _staying(self) -> list[int]:
+        return staying_experts(self.layout.expert, self.quotas, self.config.expert_offload_limit)
+
     def _reserved_pages(self) -> int:
-        """Expert pages that requests can never get: loading buffers, and residents whose number is fixed."""
+        """Expert pages that requests can never get: loading buffers, and experts that stay."""
         layout = self.layout.expert
-        if layout is None:
-            return 0
-        return self.n_buffers * layout.max_pages + quota_pages(layout, self.quotas)
+        return 0 if layout is None else self.n_buffers * layout.max_pages + pages_of(layout, self._staying())
 
     def _least_pool_bytes(self) -> int:
         """A pool in which nothing but the loading buffers and one short request would still work, as much as a device
@@ -438,12 +443,3 @@ class _Builder:
                 f"{sum(quotas)} resident experts were asked for, but only {n_loaded} fit in "
                 f"{human_bytes(self.resolved.memory_bytes)}; give more --memory or fewer experts"
             )
-
-
-def n_resident_experts(asked: int | float, n_experts: int) -> int:
-    """A number of experts from a number or a share. Raises BadInputError where the model has fewer."""
-    if isinstance(asked, float):
-        return round(asked * n_experts)
-    if asked > n_experts:
-        raise BadInputError(f"{asked} resident experts were asked for, the model has {n_experts}")
-    return asked

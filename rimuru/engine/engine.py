@@ -13,6 +13,7 @@ import numpy as np
 
 from rimuru.base import env
 from rimuru.base.errors import BadInputError, ContextLengthError, NotEnoughMemoryError, RimuruError
+from rimuru.base.units import counted
 from rimuru.batch import Batch
 from rimuru.engine.assemble import assemble
 from rimuru.engine.branches import branch_points, mark_call
@@ -384,8 +385,12 @@ class Engine:
             if room.is_moving:
                 room.next_step()
             else:
+                n_experts = 0 if self.store is None else self.store.residency.n_resident
+                beside = f" beside the {counted(n_experts, 'expert')} that stay in it" if n_experts else ""
+                fewer = ", fewer --resident-experts or a higher --expert-offload-limit" if n_experts else ""
                 raise ContextLengthError(
-                    f"the pool cannot hold {sequence.n_cached + n_tokens} tokens; give more --memory or a shorter text"
+                    f"the pool cannot hold {sequence.n_cached + n_tokens} tokens{beside}; give more --memory{fewer} "
+                    "or a shorter text"
                 )
 
     def _audit_when_idle(self) -> None:

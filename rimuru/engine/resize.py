@@ -15,7 +15,7 @@ import numpy as np
 from rimuru.base.errors import NotEnoughMemoryError
 from rimuru.base.units import human_bytes
 from rimuru.engine.compacting_room import CompactingRoom
-from rimuru.engine.resolve import longest_request, whole_granules
+from rimuru.engine.resolve import longest_request, pages_of, staying_experts, whole_granules
 from rimuru.engine.room import ExpertRoom
 from rimuru.engine.scheduler import Scheduler
 from rimuru.memory.compaction import MovePlan, execute, plan_shrink
@@ -114,10 +114,11 @@ def _plan(pool: PagePool, room: CompactingRoom, scheduler: Scheduler, n_huge: in
 
 def longest_in(pool: PagePool, room: CompactingRoom, limit_tokens: int, n_step_tokens: int) -> int:
     """Most tokens of one request in the pool as it is now, up to limit_tokens. Experts leave for it, unless their
-    number is fixed."""
-    n_reserved = pool.n_buffer_pages
-    if not isinstance(room, ExpertRoom):
-        n_reserved = pool.allocator.pages_in_use("expert")
+    number is fixed, as far as they may."""
+    n_reserved = pool.allocator.pages_in_use("expert")
+    if isinstance(room, ExpertRoom) and pool.layout.expert is not None:
+        staying = pages_of(pool.layout.expert, staying_experts(pool.layout.expert, None, room.offload_limit))
+        n_reserved = min(n_reserved, pool.n_buffer_pages + staying)
     pool_bytes = pool.allocator.n_huge * pool.layout.huge_bytes
     return longest_request(pool.layout, pool_bytes, n_reserved, limit_tokens, n_step_tokens)
 

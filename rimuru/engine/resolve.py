@@ -189,15 +189,60 @@ def piece_lengths(longest: int, most_sequences: int, is_given: bool) -> list[int
     return lengths
 
 
-def check_context(asked: int | None, longest: int, memory_bytes: int, file_context: int) -> int:
-    """The context to serve. Raises NotEnoughMemoryError where what was asked for, or any useful one, does not fit."""
+def n_resident_experts(asked: int | float, n_experts: int) -> int:
+    """A number of experts from a number or a share. Raises BadInputError where the model has fewer."""
+    if isinstance(asked, float):
+        return round(asked * n_experts)
+    if asked > n_experts:
+        raise BadInputError(f"{asked} resident experts were asked for, the model has {n_experts}")
+    return asked
+
+
+def staying_experts(layout: ExpertLayout | None, quotas: list[int] | None, offload_limit: int | None) -> list[int]:
+    """Experts by layer slot that never leave the pool for a request: a fixed number, or those beyond the most that may
+    be absent, counted where they are largest."""
+    if layout is None:
+        return []
+    if quotas is not None:
+        return quotas
+    n_left = 0 if offload_limit is None else max(0, layout.n_experts - offload_limit)
+    staying = [0] * len(layout.layers)
+    for slot in sorted(range(len(staying)), key=lambda slot: -layout.layers[slot].n_pages):
+        staying[slot] = min(n_left, layout.layers[slot].n_experts)
+        n_left -= staying[slot]
+    return staying
+
+
+def pages_of(layout: ExpertLayout, n_by_slot: list[int]) -> int:
+    """Pages of so many experts of each layer slot."""
+    return sum(n * layer.n_pages for n, layer in zip(n_by_slot, layout.layers, strict=True))
+
+
+def check_context(config: EngineConfig, longest: int, memory_bytes: int, file_context: int, n_staying: int = 0) -> int:
+    """The context to serve; n_staying experts leave no room for it. Raises NotEnoughMemoryError where what was asked
+    for, or any useful one, does not fit."""
+    asked = config.context
     needed = asked if asked is not None else min(MIN_CONTEXT_TOKENS, file_context)
     if longest < needed:
+        beside, wishes = beside_staying(config, n_staying)
+        wishes += ["a smaller --ctx"] * (asked is not None)
         raise NotEnoughMemoryError(
-            f"with {human_bytes(memory_bytes)} of memory the pool holds requests of at most {longest} tokens, "
-            f"{needed} are wanted; give more --memory" + (" or a smaller --ctx" if asked is not None else "")
+            f"with {human_bytes(memory_bytes)} of memory the pool holds requests of at most {longest} tokens{beside}, "
+            f"{needed} are wanted; give more --memory" + "".join(f" or {wish}" for wish in wishes)
         )
     return asked if asked is not None else longest
+
+
+def beside_staying(config: EngineConfig, n_staying: int) -> tuple[str, list[str]]:
+    """(what else the pool holds, what to do about it), where experts stay that a request would need the pages of."""
+    if not n_staying:
+        return "", []
+    if config.resident_experts is not None or config.policy == "fixed":
+        return f" beside the {n_staying} experts that stay", ["fewer --resident-experts"]
+    if config.policy == "static":
+        return f" beside the {n_staying} experts that stay with --policy static", ["another --policy"]
+    limit = f"--expert-offload-limit {config.expert_offload_limit}"
+    return f" beside the {n_staying} experts that may not leave ({limit})", ["a higher --expert-offload-limit"]
 
 
 def ram_bytes(config: EngineConfig) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from rimuru import LLM, SamplingParams
 from rimuru.base.errors import ContextLengthError, NotEnoughMemoryError
-from rimuru.engine.resolve import piece_lengths
+from rimuru.engine.resolve import piece_lengths, request_bytes
 from rimuru.memory.move_budget import MoveBudget
 from tools.make_random_gguf import write_random_model
 
@@ -193,6 +193,35 @@ def test_a_pool_made_smaller_holds_shorter_requests(model: Path, overlaps: bool)
         llm.resize(2 * least_memory(model))
         assert engine.context_length == most
         assert [a.token_ids for a in llm.generate(PROMPTS[:3], long)] == [a.token_ids for a in whole]
+
+
+@pytest.mark.parametrize("policy", ["paper", "cost"])
+def test_the_context_respects_how_many_experts_may_leave(model: Path, policy: str) -> None:
+    """A request as long as is promised runs, and the limit holds meanwhile; a start that leaves no request room names
+    the limit, and so does nothing else that would take what may not leave."""
+    options = {"device": "cpu", "max_step_tokens": 64, "max_sequences": 8, "policy": policy}
+    with LLM(model, **options) as llm:
+        report, layout = llm.memory(), llm.loaded.layout
+        beside = report["dense_bytes"] + report["scratch_bytes"] + report["views"]["buffer"]["bytes"]
+    experts, limit = layout.expert, layout.expert.n_experts // 3
+    stay_bytes = (experts.n_experts - limit) * experts.max_pages * experts.page_bytes
+    memory = beside + stay_bytes + request_bytes(layout, 300) + layout.huge_bytes
+    with LLM(model, memory=memory, expert_offload_limit=limit, **options) as llm:
+        room, most = llm.loaded.room, llm.context_length
+        assert 200 < most < 512
+        (whole,) = llm.generate([[5] * (most - 20)], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True))
+        assert len(whole.token_ids) == 20
+        n_absent = experts.n_experts - llm.loaded.store.residency.n_resident
+        assert n_absent <= limit and room.n_shrunk > 0
+        least = llm.loaded.dense_bytes + llm.loaded.scratch_bytes + llm.loaded.least_pool_bytes
+        assert least > beside + stay_bytes
+        with pytest.raises(NotEnoughMemoryError, match="resize to"):
+            llm.resize(least - layout.huge_bytes)
+        llm.resize(memory - layout.huge_bytes)
+        assert 128 <= llm.context_length < most
+        llm.loaded.engine.audit()
+    with pytest.raises(NotEnoughMemoryError, match=f"--expert-offload-limit {limit}.* a higher --expert-offload-limit"):
+        LLM(model, memory=beside + stay_bytes // 2, expert_offload_limit=limit, **options)
 
 
 def test_an_impossible_resize_changes_nothing(model: Path, answers: list[list[int]]) -> None:

@@ -6,7 +6,7 @@ import memory_pools as pools
 import pytest
 from cache_lives import prefill
 
-from rimuru.engine.resolve import longest_request, request_bytes
+from rimuru.engine.resolve import longest_request, pages_of, request_bytes, staying_experts
 from rimuru.memory.cache import SequenceCache
 
 LIMIT = 400
@@ -32,3 +32,14 @@ def test_without_windows_nothing_changes() -> None:
     for n_huge in (3, 9):
         pool_bytes = n_huge * layout.huge_bytes
         assert longest_request(layout, pool_bytes, 0, LIMIT, STEP) == longest_request(layout, pool_bytes, 0, LIMIT)
+
+
+def test_experts_beyond_the_limit_stay_where_they_are_largest() -> None:
+    """At most so many may be absent: who stays is not known, so that the pages of the largest are counted."""
+    layout = pools.hybrid().expert
+    assert layout is not None and [(layer.n_experts, layer.n_pages) for layer in layout.layers] == [(6, 3), (4, 2)]
+    assert staying_experts(layout, None, None) == [0, 0] and staying_experts(None, None, 3) == []
+    assert staying_experts(layout, None, 10) == staying_experts(layout, None, 99) == [0, 0]
+    assert staying_experts(layout, None, 6) == [4, 0] and staying_experts(layout, None, 3) == [6, 1]
+    assert staying_experts(layout, None, 0) == [6, 4] and pages_of(layout, [6, 1]) == 20
+    assert staying_experts(layout, [2, 1], 3) == [2, 1], "a fixed number goes before a limit"
