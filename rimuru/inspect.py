@@ -250,6 +250,7 @@ def format_report(report: Mapping[str, Any]) -> str:
         if model["experts"]
         else "  experts     none",
         f"  weights     {human_bytes(sizes['dense'])} dense, {human_bytes(sizes['experts'])} experts",
+        f"  scratch     {human_bytes(sizes['scratch'])} (estimated: a start counts what its device needs)",
         "  types       "
         + ", ".join(
             f"{name} {human_bytes(n)}" for name, n in sorted(report["tensor_types"].items(), key=lambda t: -t[1])

@@ -104,6 +104,7 @@ def test_experts_that_stay_are_counted_and_what_does_not_start_is_said(capsys: p
         (["--policy", "static"], "--policy static"),
         (["--resident-experts", "1.0"], f"the {total} experts"),
         (["--resident-experts", str(total)], "--resident-experts"),
+        (["--expert-offload-limit", "1"], "a higher --expert-offload-limit"),
         (["--memory", "9MB", "--ctx", "2000"], "2000 tokens; give more --memory or a smaller --ctx"),
     ):
         report = plan(capsys, "--memory", "14MB", *options)

@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,15 +133,20 @@ def checked_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**{k: v for k, v in config_keywords(args).items() if k in _CONFIG_FIELDS})
 
 
-def options_of_cuda(config: EngineConfig) -> list[str]:
-    """Options that were given and change nothing on a CPU."""
-    given = {
+def warn_of_idle(given: Mapping[str, bool], where: str) -> None:
+    """Options that were given and change nothing: one warning names them all."""
+    if idle := [name for name, is_given in given.items() if is_given]:
+        log.warning("%s: no effect %s", ", ".join(idle), where)
+
+
+def _options_of_cuda(config: EngineConfig) -> dict[str, bool]:
+    """Options that change nothing on a CPU, and whether they were given."""
+    return {
         "--no-prefetch": not config.prefetch,
         "--no-in-place": not config.in_place,
         "--prediction": config.prediction,
         "--cpu-experts": config.cpu_experts,
     }
-    return [name for name, is_given in given.items() if is_given]
 
 
 def open_llm(args: argparse.Namespace, check: Callable[[LLM], object] | None = None, **more: Any) -> LLM:
@@ -156,8 +161,8 @@ def open_llm(args: argparse.Namespace, check: Callable[[LLM], object] | None = N
     finally:
         bars.close()
     try:
-        if llm.loaded.resolved.device == "cpu" and (idle := options_of_cuda(config)):
-            log.warning("%s: no effect on the CPU", ", ".join(idle))
+        if llm.loaded.resolved.device == "cpu":
+            warn_of_idle(_options_of_cuda(config), "on the CPU")
         if check is not None:
             check(llm)
     except BaseException:

@@ -19,12 +19,14 @@ from rimuru.ops.base import Array
 def profile(args: argparse.Namespace) -> int:
     """Run the text through the model and write the counts."""
     text = read_text(args.file)
-    if args.record:
-        check_recordable(Path(args.record))
+    for check, asked in ((check_writable, args.output), (check_recordable, args.record)):
+        if asked:
+            check(Path(asked))  # before a large model is loaded
     with open_llm(args) as llm:
         ids = llm.tokenize(text)
         path = Path(args.output) if args.output else profile_path(llm.loaded.gguf.path)
-        check_writable(path)
+        if not args.output:
+            check_writable(path)
         with RoutingRecorder(llm) if args.record else nullcontext() as recorder:
             found = measure(llm, ids)
         layout = llm.loaded.layout.expert

@@ -14,10 +14,11 @@ from rimuru.arch.registry import read_config
 from rimuru.arch.shapes import ShapeGguf
 from rimuru.base.errors import BadInputError
 from rimuru.base.units import human_bytes, parse_bytes
-from rimuru.commands.common import print_json, seed_of
+from rimuru.commands.common import checked_config, print_json, seed_of, warn_of_idle
 from rimuru.commands.planned import planned_model
-from rimuru.config import EngineConfig, parse_share
+from rimuru.config import parse_share
 from rimuru.engine.build import ELEMENT_BYTES
+from rimuru.engine.resolve import n_resident_experts
 from rimuru.simulate.cards import RATES, Card, card_named
 from rimuru.simulate.report import Result, write_plot
 from rimuru.simulate.simulator import Settings, Simulation
@@ -40,6 +41,9 @@ def simulate(args: argparse.Namespace) -> int:
             log.warning("%s of %d tokens and are cut to it", what, context_tokens)
         quant = quant_of(gguf, args.quant)
         simulation = Simulation(gguf, settings)
+        experts = simulation.layout.expert
+        if settings.resident_experts is not None and experts is not None:
+            n_resident_experts(settings.resident_experts, experts.n_experts)  # refuses more than there are
         result = simulation.run(trace)
     layout = simulation.layout
     if args.plot:
@@ -64,7 +68,14 @@ def check_options(args: argparse.Namespace) -> None:
             raise BadInputError(f"--{name.replace('_', '-')} must be more than 0, and finite")
     if args.device == "cpu":
         raise BadInputError("simulate knows the rates of cards (--card), not of CPUs; leave out --device")
-    EngineConfig(context=args.ctx, expert_offload_limit=args.expert_offload_limit)  # refuses as `run` does
+    config = checked_config(args)  # refuses as `run` does
+    given = {
+        "--swap": config.swap is not None,
+        "--threads": config.threads is not None,
+        "--deterministic": config.deterministic,
+        "--cpu-experts": config.cpu_experts,
+    }
+    warn_of_idle(given, "in a simulation")
 
 
 def context_of(gguf: Gguf, asked_tokens: int | None) -> int:

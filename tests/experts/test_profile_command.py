@@ -88,15 +88,17 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_text_is_run(
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     monkeypatch.setattr(profile_module, "open_llm", lambda *_: pytest.fail("the model was loaded in vain"))
-    for place in (tmp_path / "nowhere" / "r.npz", tmp_path):
-        assert main(["profile", str(model), "-f", str(text), "--record", str(place), "--device", "cpu", "-q"]) == 2
-        (line,) = capsys.readouterr().err.strip().splitlines()
-        assert str(place) in line and "--record" in line
+    for option in ("--record", "-o"):
+        for place in (tmp_path / "nowhere" / "r.npz", tmp_path):
+            assert main(["profile", str(model), "-f", str(text), option, str(place), "--device", "cpu", "-q"]) == 2
+            (line,) = capsys.readouterr().err.strip().splitlines()
+            assert str(place) in line and (option in line or option == "-o")
     monkeypatch.undo()
     monkeypatch.setattr(profile_module, "measure", runs)
-    for place in (tmp_path / "nowhere" / "p.json", tmp_path):
-        assert main(["profile", str(model), "-f", str(text), "-o", str(place), "--device", "cpu", "-q"]) == 2
-        assert str(place) in capsys.readouterr().err
+    (tmp_path / "p.gguf").symlink_to(model)
+    profile_path(tmp_path / "p.gguf").mkdir()  # beside the model, whose name is known when it is open
+    assert main(["profile", str(tmp_path / "p.gguf"), "-f", str(text), "--device", "cpu", "-q"]) == 2
+    assert str(profile_path(tmp_path / "p.gguf")) in capsys.readouterr().err
 
 
 def test_a_place_for_a_recording_is_tried_and_left_as_it_was(tmp_path: Path) -> None:

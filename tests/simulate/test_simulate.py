@@ -248,7 +248,19 @@ def test_the_command_prints_the_agreed_keys(tmp_path: Path, capsys: pytest.Captu
     assert report["ttft_s"].keys() == report["tpot_s"].keys() == {"mean", "p50", "p95"}
     assert {"time_s", "expert", "kv", "ssm", "conv"} <= report["timeline"].keys()
     assert report["peak_concurrency"] == 4 and report["steps"] == 10
-    for wrong in (["--memory", "1GiB"], ["--stretch", "0"], ["--card", "none"], ["--requests", "0"]):
+    idle = ["--swap", "1GiB", "--threads", "2", "--deterministic", "--cpu-experts"]
+    assert main([*words, *idle]) == 0
+    (told,) = capsys.readouterr().err.strip().splitlines()
+    assert "no effect" in told and all(word in told for word in idle if word.startswith("--"))
+    all_stay, too_many = ["--policy", "static", "--resident-experts", "0.5"], ["--resident-experts", "1441"]
+    for wrong in (
+        ["--memory", "1GiB"],
+        ["--stretch", "0"],
+        ["--card", "none"],
+        ["--requests", "0"],
+        all_stay,
+        too_many,
+    ):
         assert main([*words, *wrong]) == 2
         assert len(capsys.readouterr().err.strip().splitlines()) == 1
     assert main(["simulate", "nonsuch", *words[2:], "--trace", str(tmp_path / "missing.csv")]) == 2
