@@ -17,7 +17,7 @@ from cases import moe as moe_cases
 from cases.common import Case
 
 from rimuru.arch.spec import MoeSpec
-from rimuru.ops.base import ExpertTable, Weight
+from rimuru.ops.base import ExpertTable
 from rimuru.ops.cuda.launch import Kernel
 
 pytestmark = pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine")
@@ -172,36 +172,8 @@ def test_down_and_the_sum_in_one_kernel_are_equal_to_both(
     assert np.array_equal(apart, at_once) and not np.array_equal(apart, inputs["before"])
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("case", [c for c in CASES if not c.name.startswith("route")], ids=lambda case: case.name)
-def test_kernels_are_known_before_they_are_needed(
-    case: Case, deterministic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The lists that a model's kernels are compiled from hold what a call then launches."""
-    from rimuru.ops.cuda import matmul, moe, pointwise
-
-    launched: list[Kernel] = []
-    monkeypatch.setattr(Kernel, "__call__", lambda kernel, *args, **options: launched.append(kernel))
-    ops: Any = emulate.EmulatedOps(deterministic)
-    weights: list[Weight] = []
-    monkeypatch.setattr(ops, "weight", lambda *args: weights.append(matmul.weight(*args)) or weights[-1])
-    inputs = case.inputs()
-    case.run(ops, inputs)
-    n_tokens = len(inputs["x"])
-    if "layout" in inputs:
-        layout = inputs["layout"]
-        hidden = layout.projection("up").n_rows
-        spec = MoeSpec(layout.n_experts, inputs["ids"].shape[1], hidden)
-        scaled = bool(inputs["factors"])
-        known = [*moe.experts_kernels(layout, spec, n_tokens, deterministic, scaled), *matmul.COMMON_KERNELS]
-    else:
-        known = matmul.linear_kernels(weights, n_tokens, deterministic)
-    known += pointwise.KERNELS  # of every model; here what brings the input
-    assert {id(kernel) for kernel in launched} <= {id(kernel) for kernel in known}
-
-
 def test_the_kernel_of_a_launch_does_not_hang_on_the_order_of_its_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Q6_K bounds the rows a lane, wherever it is; the list above goes by the types alone."""
+    """Q6_K bounds the rows a lane, wherever it is."""
     from rimuru.ops.cuda import matmul
 
     launched: list[Kernel] = []
@@ -210,11 +182,13 @@ def test_the_kernel_of_a_launch_does_not_hang_on_the_order_of_its_matrices(monke
     rows = {"q4_k": 16000, "q6_k": 1000}
     types = {name: matmul_cases.BY_NAME[name] for name in rows}
     weights = {n: ops.weight(np.zeros((rows[n], fmt.row_bytes(256)), np.uint8), fmt, 256) for n, fmt in types.items()}
+    gemv = set()
     for names in (("q4_k", "q6_k"), ("q6_k", "q4_k")):
         outs = [np.zeros((1, rows[name]), np.float32) for name in names]
         x = matmul_cases.filled_act(ops, np.ones((1, 256), np.float32))
         launched.clear()
         matmul.linear(x, [weights[name] for name in names], outs)
         (kernel,) = [kernel for kernel in launched if kernel.name == "gemv"]
-        assert kernel in matmul.linear_kernels([weights[name] for name in names], 1), names
         assert kernel.defines["LANE_ROWS"] == 2
+        gemv.add(id(kernel))
+    assert len(gemv) == 1

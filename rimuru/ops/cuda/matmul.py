@@ -20,12 +20,12 @@ from rimuru.base.units import ceil_div
 from rimuru.formats.quants import QuantFormat
 from rimuru.ops.base import Act, Array, Weight
 from rimuru.ops.cuda.activations import ACT_BLOCK as ACT_BLOCK
-from rimuru.ops.cuda.activations import ACT_SIGNATURE, act_arguments, can_wait, pending_norm, settle
+from rimuru.ops.cuda.activations import ACT_SIGNATURE, act_arguments, pending_norm, settle
 from rimuru.ops.cuda.activations import MAX_GEMV_TOKENS as MAX_GEMV_TOKENS
 from rimuru.ops.cuda.activations import act as act
 from rimuru.ops.cuda.activations import act_bytes as act_bytes
 from rimuru.ops.cuda.launch import Kernel
-from rimuru.ops.factors import by_factor, with_factors
+from rimuru.ops.factors import with_factors
 
 TOKEN_TILE = 8
 """Most tokens that the integer kernels handle for one reading of the weights."""
@@ -287,31 +287,6 @@ def _matrix_arguments(group: list[Job], rows_per_block: int) -> tuple[tuple[str,
     for _ in range(_MAX_MATRICES - len(group)):
         arguments += [None, None, None, 0, _NO_BLOCK, 0]
     return formats, arguments, first
-
-
-def linear_kernels(weights: Sequence[Weight], max_tokens: int, deterministic: bool = False) -> list[Kernel]:
-    """Every kernel that `linear` may use for matrices that share an input of up to max_tokens tokens.
-
-    Only type and shape of the weights are looked at.
-    """
-    found: dict[int, Kernel] = {}
-    parts: list[list[Job]] = [[(weights[i], None, None) for i in some] for some in by_factor(weights)]
-    groups = [group for jobs in parts for part in _exact_and_others(jobs) for group in _launch_groups(part)]
-    for n_tokens in [*range(1, min(max_tokens, 128) + 1), *range(128, max_tokens, 64), max_tokens]:
-        for group in groups:
-            n_rows, n_in = sum(w.n_out for w, _, _ in group), group[0][0].n_in
-            formats = _formats(group)
-            if deterministic or n_tokens <= MAX_GEMV_TOKENS or formats == ("f32",):
-                kernel = gemv_kernel(formats, *_gemv_shape(formats, n_rows, n_in, n_tokens))
-            elif takes_strips(n_tokens, n_rows):
-                kernel = strip_kernel(formats, *linear_strip(n_rows, n_in, n_tokens))
-            else:
-                kernel = gemm_kernel(formats, *gemm_tile(n_tokens, n_rows))
-            found[id(kernel)] = kernel
-            if n_tokens == 1 and can_wait(1, n_in):
-                normed = norm_gemv_kernel(formats, n_in, *_gemv_shape(formats, n_rows, n_in, 1)[1:])
-                found[id(normed)] = normed
-    return [*COMMON_KERNELS, *found.values()]
 
 
 def _gemv_shape(formats: tuple[str, ...], n_rows: int, n_in: int, n_tokens: int) -> tuple[int, int, int]:

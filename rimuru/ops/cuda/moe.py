@@ -17,7 +17,7 @@ import numpy as np
 from rimuru.arch.spec import MoeSpec
 from rimuru.base.errors import RimuruError
 from rimuru.base.units import ceil_div
-from rimuru.memory.specs import ExpertLayerLayout, ProjectionLayout
+from rimuru.memory.specs import ProjectionLayout
 from rimuru.ops.base import Act, Array, ExpertTable, MoeScratch
 from rimuru.ops.cuda import sorting
 from rimuru.ops.cuda.activations import settle
@@ -48,7 +48,7 @@ from rimuru.ops.cuda.moe_kernels import (
     with_ring,
 )
 from rimuru.ops.cuda.pointwise import ACTIVATION_IDS
-from rimuru.ops.cuda.routing import ITEM_WORDS, MAX_ITEM_PAGES, route_kernel
+from rimuru.ops.cuda.routing import ITEM_WORDS, MAX_ITEM_PAGES
 
 UNSORTED_TOKENS = 12
 """Up to this many tokens every assignment is an item by itself: few experts are met twice, and no sort is needed."""
@@ -333,39 +333,6 @@ def _matrix_shapes(
     up_formats = [p.format for p in (gate, up) if p is not None]
     shape = with_ring(up_matrix_shape(load), up_formats, up.n_in, UP_RINGS, sm_shared_bytes)
     return shape, with_ring(down_matrix_shape(load), [down.format], down.n_in, DOWN_RINGS, sm_shared_bytes)
-
-
-def experts_kernels(
-    layout: ExpertLayerLayout, spec: MoeSpec, max_tokens: int, deterministic: bool = False, scaled: bool = False
-) -> list[Kernel]:
-    """Every kernel that `moe_experts` may use for a layer and up to max_tokens tokens."""
-    gate, up, down = (layout.projection(name) for name in ("gate", "up", "down"))
-    assert up is not None and down is not None
-    gate_name = None if gate is None else gate.format.name
-    found: dict[int, Kernel] = {}
-    lists = layout.n_pages <= MAX_ITEM_PAGES
-    for n_tokens in range(1, max_tokens + 1):
-        load = n_tokens * spec.top_k / layout.n_experts
-        if _has_halves(n_tokens, spec, up.n_in, deterministic):
-            shapes = _matrix_shapes(load, gate, up, down, H200_SHARED_BYTES)
-            pair: tuple[Kernel, ...] = (
-                up_matrix_kernel(gate_name, up.format.name, shapes[0], scaled, lists),
-                down_matrix_kernel(down.format.name, shapes[1], scaled, lists),
-            )
-        else:
-            tile = dot_tile(n_tokens, load, down.format.name)
-            down_kind = down_shape(down.format.name, down.n_in, tile, n_tokens)
-            up_kind = up_shape(tile, n_tokens, (gate_name, up.format.name))
-            pair = ()
-            for listed in (lists,) if tile > 1 else {False, lists}:
-                pair += (
-                    up_kernel(gate_name, up.format.name, tile, *up_kind, scaled, listed),
-                    down_kernel(down.format.name, tile, *down_kind, scaled, listed),
-                )
-                if tile == 1:
-                    pair += (down_sum_kernel(down.format.name, *down_kind, spec.top_k, scaled, listed),)
-        found |= {id(kernel): kernel for kernel in pair}
-    return [*COMMON_KERNELS, route_kernel(layout.n_experts), *found.values()]
 
 
 def moe_combine(scratch: MoeScratch, weights: Array, out: Array, add: bool, scale: float) -> None:

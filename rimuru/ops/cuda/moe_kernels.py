@@ -25,7 +25,7 @@ STRIP_WARPS = 8
 """Warps of a block of the strip kernels, 16 weight rows each."""
 
 _K_STRIPS, _K_WIDE_STRIPS = {"q4_k": (1, 768), "q6_k": (1, 768)}, {"q4_k": (1, 512), "q6_k": (1, 512)}
-_OLD_DOWNS = {
+_DOWN_ONLY_STRIPS = {
     8: {"q5_0": (1, 768), "q8_0": (1, 512)},
     16: {"q5_0": (1, 512), "q8_0": (1, 512)},
     32: {"q5_0": (2, 512), "q8_0": (2, 512)},
@@ -36,8 +36,8 @@ a time, and threads that a multiprocessor must be able to hold. Other types have
 Qwen3-30B and, for Q5_0 and Q8_0 in down, DeepSeek-V2-Lite, on an H200 (tools/LOG.md). With 8 tokens more threads hide
 more than more steps under way."""
 
-DOWN_RINGS: dict[int, dict[str, tuple[int, int]]] = {n: rings | _OLD_DOWNS[n] for n, rings in UP_RINGS.items()}
-"""The same of down."""
+DOWN_RINGS: dict[int, dict[str, tuple[int, int]]] = {n: rings | _DOWN_ONLY_STRIPS[n] for n, rings in UP_RINGS.items()}
+"""The same of down: its rows may be no multiple of 256, which K types need; then they are Q5_0 and Q8_0 (V2-Lite)."""
 
 MAX_SHARED_BYTES = 99 * 1024
 """Shared memory of a block on every supported card."""
