@@ -156,7 +156,7 @@ def fetch_case(name: str, shape: FetchShape, verb: Verb = "fetch_experts", kind:
             getattr(ops, verb)(ids, positions, places)
             if verb != "fetch_experts":
                 ops.join_fetch()
-        names = ["holders", "place_of", "last_used", "scores", "counts", "buffered"]
+        names = ["holders", "place_of", "last_used", "scores", "counts", "buffered", "log"]
         names += ["now", "later"] if verb == "fetch_aside" else []
         found = {name: ops.download(getattr(places, name)) for name in names}
         found |= {f"ids{n}": ops.download(ids) for n, ids in enumerate(all_ids)}

@@ -10,6 +10,8 @@ import pytest
 from rimuru import LLM, SamplingParams
 from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.tiered_store import TieredExpertStore
+from rimuru.memory.decisions import EXPERT, N_FILL_FIELDS, PLACE, SLOT, STEP, VICTIM
+from rimuru.ops.places import FILLS, FORETOLD, N_TOTALS
 from tools.make_random_gguf import write_random_model
 
 pytestmark = pytest.mark.gpu
@@ -157,6 +159,33 @@ def test_the_device_counts_what_was_chosen(model: Path) -> None:
         n_tokens = (store.residency.n_chosen.sum() - before_all) / per_token
         assert n_tokens == len(PROMPTS[0]) + GREEDY.max_tokens - 1
         assert 0.0 < store.counters.hit_rate < 1.0
+
+
+@pytest.mark.parametrize("prediction", [False, True])
+def test_fills_replayed_are_the_holders(model: Path, prediction: bool) -> None:
+    """The device's log, as reports brought it between graphs: every fill is there, in its order, with its step."""
+    with open_model(model, resident_experts=0.4, residency="recency", prediction=prediction) as llm:
+        store, ops = store_of(llm), llm.loaded.ops
+        store.catch_up()
+        fills, arrays = store.fills, store.places.arrays
+        fills.rows = np.zeros((1 << 16, N_FILL_FIELDS), np.int64)
+        held, first, step = ops.download(arrays.holders).copy(), fills.n_known, store.residency.step
+        for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[2:5]):
+            llm.generate(prompts, GREEDY)
+        store.catch_up()
+        assert fills.n_lost == 0 and fills.n_known == int(ops.download(arrays.log)[0]) > first
+        for row in fills.rows[first : fills.n_known]:
+            place = store.view.rows_before[row[SLOT]] + row[PLACE]
+            assert held[place] == row[VICTIM]
+            held[place] = row[EXPERT]
+            assert step - 1 <= row[STEP] <= store.residency.step  # a step more where a report met one that was running
+            step = int(row[STEP])
+        assert np.array_equal(held, ops.download(arrays.holders))
+        totals = ops.download(arrays.totals).reshape(-1, N_TOTALS)
+        assert fills.per_layer.tolist() == (totals[:, FILLS] + totals[:, FORETOLD]).tolist()
+        assert fills.n_foretold == totals[:, FORETOLD].sum()
+        record = llm.memory()["decisions"]["fills"]["last"][-1]
+        assert (record["step"], record["expert"]) == (step, int(row[EXPERT]))
 
 
 def test_a_text_makes_its_experts_resident(model: Path) -> None:
