@@ -96,7 +96,7 @@ def test_every_way_of_fetching_answers_alike(
         for _ in range(4):
             assert [a.token_ids for a in llm.generate(PROMPTS, GREEDY)] == answers
             llm.loaded.engine.audit()
-        assert set(taken) == set(store.ways) and llm.loaded.ops.graphs.n_graphs > 3
+        assert set(taken) == set(store.ways) and llm.loaded.ops.graphs.n_graphs >= 3
 
 
 def test_nothing_is_read_in_place_where_that_is_off(model: Path, answers: list[list[int]]) -> None:
