@@ -4,17 +4,18 @@
 //
 // grid (n_head_kv * chunks, tokens, Z). A block serves the GROUP query heads of one KV head, so K and V are read once,
 // straight into registers. The visible range, from a multiple of 64, is cut in at most MAX_SPLITS splits of whole UNITs;
-// their length depends on the token's own position only. Block z takes splits z, z + Z, ... In a split, warp w takes the
-// pieces w, w + WARPS, ... of 16 keys, with its own running maximum. Everything is folded in one order: warps of a split,
-// then splits; by the block itself where Z = 1 or one split is all, else by the last block to finish, through `partials`.
-// All ways give the same bits, so a result does not depend on the grid, the batch or the pages.
+// their length depends on the token's own position only. Block z takes splits z, z + Z, ... In a split, part w of S takes
+// the pieces w, w + S, ... of 16 keys, with its own running maximum; a warp has PARTS of the S = WARPS * PARTS parts, one
+// after the other. Everything is folded in one order: parts of a split, then splits; by the block itself where Z = 1 or one
+// split is all, else by the last block to finish, through `partials`. All ways give the same bits, so a result depends on S,
+// and not on the grid, the batch or the pages.
 //
 // Scores are K q^T (16 keys x 8 heads), so that eight heads fill a tile; a lane's 16 bytes of a key row are four of the
 // matrix's k-pairs, in the same order for K and q. Vectors are V^T p (16 dims x 8 heads), pairs of keys put together by
 // byte permutes.
 //
 // -D  KEY_DIM, VALUE_DIM (multiples of 8, up to 256), GROUP (1 to 16), ELEMENT 0 f16, 1 bf16
-//     WARPS of a block, MIN_BLOCKS on a multiprocessor, UNIT (keys, a multiple of 64)
+//     WARPS of a block, MIN_BLOCKS on a multiprocessor, UNIT (keys, a multiple of 64), PARTS
 //     PREPARE 1: q, k and v are as they came out of their matrices, and the block does what attention/kv_append.cu would
 //     (NORM_KIND 0 1, NORM_LAST, ADJACENT as there): its query heads go to shared memory; the block whose split has the
 //     token itself keeps key and value there too, where they are read, and writes them to their pages. All other rows are
@@ -33,6 +34,8 @@
 
 #define MAX_SPLITS 32
 #define PIECE 16
+#define SPLIT_PARTS (WARPS * PARTS)
+#define STEP (SPLIT_PARTS * PIECE)  // keys from piece to piece of a part
 #define HEAD_TILES ((GROUP + 7) / 8)
 #define K_BLOCKS ((KEY_DIM + 31) / 32)
 #define V_BLOCKS ((VALUE_DIM + 63) / 64)
@@ -51,7 +54,7 @@ struct Running {
 };
 
 struct Shared {
-    float maximum[WARPS][HEAD_TILES * 8], sum[WARPS][HEAD_TILES * 8];
+    float maximum[SPLIT_PARTS][HEAD_TILES * 8], sum[SPLIT_PARTS][HEAD_TILES * 8];
     int is_last;
 };
 
@@ -224,31 +227,30 @@ __device__ __forceinline__ void fetch_piece_ahead(const PieceRows& rows) {
     for (int at = 0; row && at < (threadIdx.x & 16 ? VALUE_DIM : KEY_DIM) * 2; at += 128) fetch_line_ahead(row + at);
 }
 
-// All pieces of a warp in [from, to); keys before `begin` and from `known` on are not in memory. `rows`, `next`: of the
-// warp's first two pieces; the first one is in `now` where DEEP, and its keys are where `loaded`.
-__device__ __forceinline__ void take_split(Running& r, const u32 (&q)[HEAD_TILES][K_BLOCKS][4], const KvView& kv, int seq, int head,
-                                           int from, int to, int begin, int known, KeyValues& now, PieceRows rows, PieceRows next,
-                                           const OwnRows& own, bool loaded) {
-    const int step = WARPS * PIECE;
+// All pieces of a part of [from, to); keys before `begin` and from `known` on are not in memory. `rows`, `next`: of
+// its first two pieces; the first one is in `now` where DEEP, and its keys are where `loaded`.
+__device__ __forceinline__ void take_part(Running& r, const u32 (&q)[HEAD_TILES][K_BLOCKS][4], const KvView& kv, int seq, int head,
+                                          int from, int to, int begin, int known, KeyValues& now, PieceRows rows, PieceRows next,
+                                          const OwnRows& own, bool loaded, int part) {
     u32 p[HEAD_TILES][2];
     known = min(to, known);
 #if DEEP
     KeyValues ahead;
-    for (int first = from + (threadIdx.x >> 5) * PIECE; first < to; first += step) {
-        if (first + step < to) load_piece(ahead, next);
-        if (first + 2 * step < to) next = find_piece(kv, seq, head, first + 2 * step, begin, known);
+    for (int first = from + part * PIECE; first < to; first += STEP) {
+        if (first + STEP < to) load_piece(ahead, next);
+        if (first + 2 * STEP < to) next = find_piece(kv, seq, head, first + 2 * STEP, begin, known);
         if (PREPARE) add_own_key(now, own, first), add_own_value(now, own, first);
         weigh(r, q, now.k, now.seen[0], now.seen[1], p);
         gather(r, p, now.v);
         now = ahead;
     }
 #else
-    for (int first = from + (threadIdx.x >> 5) * PIECE; first < to; first += step) {
+    for (int first = from + part * PIECE; first < to; first += STEP) {
         if (!EARLY_KEYS || !loaded) load_keys(now, rows);
         loaded = false;
         if (KEY_DIM <= 128) load_values(now.v, rows.value);
         const char* values = rows.value;
-        if (first + step < to) rows = find_piece(kv, seq, head, first + step, begin, known);
+        if (first + STEP < to) rows = find_piece(kv, seq, head, first + STEP, begin, known);
         if (PREPARE) add_own_key(now, own, first);
         weigh(r, q, now.k, now.seen[0], now.seen[1], p);
         if (KEY_DIM > 128) load_values(now.v, values);
@@ -258,9 +260,9 @@ __device__ __forceinline__ void take_split(Running& r, const u32 (&q)[HEAD_TILES
 #endif
 }
 
-// The warp's part of a split to shared memory: maxima, sums, vectors [WARPS][GROUP][VALUE_DIM].
-__device__ __forceinline__ void leave_split(const Running& r, Shared& s, float* vectors) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+// A part of a split to shared memory: maxima, sums, vectors [SPLIT_PARTS][GROUP][VALUE_DIM].
+__device__ __forceinline__ void leave_part(const Running& r, Shared& s, float* vectors, int part) {
+    int lane = threadIdx.x & 31;
 #pragma unroll
     for (int t = 0; t < HEAD_TILES; t++) {
 #pragma unroll
@@ -269,12 +271,12 @@ __device__ __forceinline__ void leave_split(const Running& r, Shared& s, float* 
 #pragma unroll
             for (int offset = 4; offset < 32; offset <<= 1) sum += __shfl_xor_sync(FULL_WARP, sum, offset);
             int head = t * 8 + lane % 4 * 2 + h;
-            if (lane < 4) s.maximum[warp][head] = r.maximum[t][h], s.sum[warp][head] = sum;
+            if (lane < 4) s.maximum[part][head] = r.maximum[t][h], s.sum[part][head] = sum;
 #pragma unroll
             for (int i = 0; i < V_BLOCKS * 4; i++) {
                 int dim = i / 4 * 64 + lane / 4 * 8 + i % 4 * 2;
                 if (head < GROUP && dim < VALUE_DIM)
-                    *(float2*)(vectors + (warp * GROUP + head) * VALUE_DIM + dim) = make_float2(r.vector[t][i][h], r.vector[t][i][2 + h]);
+                    *(float2*)(vectors + (part * GROUP + head) * VALUE_DIM + dim) = make_float2(r.vector[t][i][h], r.vector[t][i][2 + h]);
             }
         }
     }
@@ -334,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int first_end = min(end, first_key + split_keys), first_piece = first_key + (threadIdx.x >> 5) * PIECE;
     PieceRows rows = find_piece(kv, seq, kv_head, first_piece, begin, min(first_end, known));
     PieceRows next = rows;
-    if (DEEP || PREPARE) next = find_piece(kv, seq, kv_head, first_piece + WARPS * PIECE, begin, min(first_end, known));
+    if (DEEP || PREPARE) next = find_piece(kv, seq, kv_head, first_piece + STEP, begin, min(first_end, known));
     KeyValues now;
     u32 query_parts[HEAD_TILES][K_BLOCKS][4];
     OwnRows own{nullptr, nullptr, -1};
@@ -371,21 +373,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int split = blockIdx.z; split < n_splits; split += gridDim.z) {
         int from = aligned + split * split_keys, to = min(end, from + split_keys);
         Running r;
+#if PARTS > 1
+#pragma unroll 1
+        for (int my_part = threadIdx.x >> 5; my_part < SPLIT_PARTS; my_part += WARPS)
+#else
+        const int my_part = threadIdx.x >> 5;
+#endif
+        {
 #pragma unroll
-        for (int t = 0; t < HEAD_TILES; t++) {
-            r.maximum[t][0] = r.maximum[t][1] = NEGATIVE_INFINITY, r.sum[t][0] = r.sum[t][1] = 0.0f;
+            for (int t = 0; t < HEAD_TILES; t++) {
+                r.maximum[t][0] = r.maximum[t][1] = NEGATIVE_INFINITY, r.sum[t][0] = r.sum[t][1] = 0.0f;
 #pragma unroll
-            for (int i = 0; i < V_BLOCKS * 4; i++)
-                r.vector[t][i][0] = r.vector[t][i][1] = r.vector[t][i][2] = r.vector[t][i][3] = 0.0f;
+                for (int i = 0; i < V_BLOCKS * 4; i++)
+                    r.vector[t][i][0] = r.vector[t][i][1] = r.vector[t][i][2] = r.vector[t][i][3] = 0.0f;
+            }
+            bool follows = PARTS > 1 && my_part >= WARPS;  // of this split, on a part of the same warp
+            if (split != (int)blockIdx.z || follows) {
+                int piece = from + my_part * PIECE;
+                rows = find_piece(kv, seq, kv_head, piece, begin, min(to, known));
+                if (DEEP) next = find_piece(kv, seq, kv_head, piece + STEP, begin, min(to, known));
+                if (DEEP && piece < to) load_piece(now, rows);
+            }
+            take_part(r, query_parts, kv, seq, kv_head, from, to, begin, known, now, rows, next, own,
+                      split == (int)blockIdx.z && !follows, my_part);
+            leave_part(r, s, vectors, my_part);
         }
-        if (split != (int)blockIdx.z) {
-            int piece = from + (threadIdx.x >> 5) * PIECE;
-            rows = find_piece(kv, seq, kv_head, piece, begin, min(to, known));
-            if (DEEP) next = find_piece(kv, seq, kv_head, piece + WARPS * PIECE, begin, min(to, known));
-            if (DEEP && piece < to) load_piece(now, rows);
-        }
-        take_split(r, query_parts, kv, seq, kv_head, from, to, begin, known, now, rows, next, own, split == (int)blockIdx.z);
-        leave_split(r, s, vectors);
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < PAIRS_EACH; i++) {
@@ -393,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             if (at >= GROUP * PAIRS) break;
             Folded f{NEGATIVE_INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
 #pragma unroll
-            for (int w = 0; w < WARPS; w++)
+            for (int w = 0; w < SPLIT_PARTS; w++)
                 fold(f, s.maximum[w][head], s.sum[w][head], *(const float2*)(vectors + (w * GROUP + head) * VALUE_DIM + 2 * pair));
             if (alone) {
                 fold(folded[i], f.maximum, f.sum, f.vector);

@@ -37,6 +37,7 @@ DECODE = [
     attention.decode_kernel(*shape).kernel
     for shape in (
         (128, 128, 8, "f16", False, 256, True, ("head", False, False)),
+        (128, 128, 8, "f16", False, 256, False, ("head", False, False), True),
         (256, 256, 8, "bf16", False, 256, False, ("none", True, True)),
     )
 ] + [

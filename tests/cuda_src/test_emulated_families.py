@@ -215,9 +215,13 @@ def attention_kernels(ops: EmulatedFamilies, n_new: list[int], monkeypatch: pyte
     return found
 
 
-def test_rehearsed_steps_have_all_kernels_of_mixed_ones(ops: EmulatedFamilies, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rehearsed_steps_have_all_kernels_of_mixed_ones(
+    deterministic: bool, ops: EmulatedFamilies, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Answers beside prompts, few and many: no request waits for a kernel that only such steps use."""
     layout: Any = types.SimpleNamespace(kv=None, ssm=None, conv=None)
+    monkeypatch.setattr(ops.attention, "deterministic", deterministic)
     monkeypatch.setattr(attention, "FEW_BLOCKS", 8)
     rehearsed = set().union(
         *(
@@ -230,6 +234,26 @@ def test_rehearsed_steps_have_all_kernels_of_mixed_ones(ops: EmulatedFamilies, m
         n_new = rng.integers(1, 40 // n_seqs + 1, n_seqs)
         for counts in (n_new.tolist(), np.where(np.arange(n_seqs) > 0, 1, n_new + 1).tolist(), [1] * n_seqs):
             assert attention_kernels(ops, counts, monkeypatch) <= rehearsed, counts
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("name", ["several", "long and short"])
+def test_deterministic_blocks_of_few_warps_give_the_bits_of_many(
+    name: str, waits: bool, ops: EmulatedFamilies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A query among many goes to blocks of four warps, and one among few to blocks of eight."""
+    (case,) = (case for case in waiting.CASES if case.name.endswith(name))
+    inputs = case.inputs() | {"waits": waits}
+    monkeypatch.setattr(ops, "prepare_qkv", ops.attention.prepare_qkv)
+
+    def run(most_of_many_warps: int, deterministic: bool) -> np.ndarray:
+        monkeypatch.setattr(attention, "FEW_BLOCKS", most_of_many_warps)
+        monkeypatch.setattr(ops.attention, "deterministic", deterministic)
+        return case.run(ops, inputs)["out"]  # type: ignore[arg-type]
+
+    many = run(64, True)
+    assert np.array_equal(run(0, True), many) and np.array_equal(run(64, False), many)
+    assert not np.array_equal(run(0, False), many)  # four parts of a split in place of eight
 
 
 @pytest.mark.parametrize("target", [6, 12, 18])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from cases import waiting
+from cases.attention import QkvShape
 from cases.common import Case, compare
 from cases.fused import CASES, choose_case
 
@@ -41,6 +43,30 @@ def test_attention_prepares_what_waited(ops: Any, case: Case) -> None:
     got, apart = (case.run(ops, inputs | {"waits": waits}) for waits in (True, False))
     assert all(np.array_equal(got[name], apart[name]) for name in got)
     compare(got, case.expected(inputs), case.tolerance, case.tolerances)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_attention_does_not_depend_on_the_batch(waits: bool) -> None:
+    """Deterministic: one query goes to a block of eight warps, one of 40 to one of four, prepared there or before."""
+    from rimuru.ops.cuda import CudaOps
+
+    many = 40
+    shape = QkvShape([1] * many, [5 + 37 * i for i in range(many)], 16, 2, 128, 128, 72, "f16", "head", n_rot=128)
+    ops, case = CudaOps(deterministic=True), waiting.waiting_case("of many", shape)
+    inputs = case.inputs() | {"waits": waits}
+    together, batch = case.run(ops, inputs), inputs["batch"]
+    for seq in (0, 7, 21, 39):
+        alone = replace(
+            batch, token_ids=batch.token_ids[seq : seq + 1], positions=batch.positions[seq : seq + 1],
+            seq_of_token=np.zeros(1, np.int32), query_start=np.array([0, 1], np.int32),
+            context_len=batch.context_len[seq : seq + 1], logit_rows=np.zeros(1, np.int32),
+            fresh_state=batch.fresh_state[seq : seq + 1],
+            kv_pages=np.ascontiguousarray(batch.kv_pages[:, seq : seq + 1]),
+        )  # fmt: skip
+        mine = {name: inputs[name][seq : seq + 1] for name in "qkv"} | {"batch": alone}
+        one = waiting.waiting_case("of one", replace(shape, n_new=[1], context_len=[shape.context_len[seq]]))
+        got = one.run(ops, inputs | mine)
+        assert all(np.array_equal(got[name][0], together[name][seq]) for name in got)
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -123,25 +123,27 @@ def has_fast_kernel(key_dim: int, value_dim: int, element: str, values_are_keys:
 @cache
 def decode_kernel(
     key_dim: int, value_dim: int, heads: int, element: str, values_are_keys: bool, unit: int = 256, wide: bool = False,
-    prepare: tuple[str, bool, bool] | None = None,
+    prepare: tuple[str, bool, bool] | None = None, as_wide: bool = False,
 ) -> DecodeKernel:  # fmt: skip
     """A decode kernel: on tensor cores where that can do the shape, else the one for everything. wide: eight
-    warps a block; prepare: (kind of norm, whether it comes last, adjacent pairs) of what has not been prepared.
+    warps a block; as_wide: in any case the bits that these would give; prepare: (kind of norm, whether it comes last,
+    adjacent pairs) of what has not been prepared.
     """
     defines = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "GROUP": heads, "ELEMENT": ELEMENT_IDS[element]}
     size = 4 if element == "f32" else 2
     if has_fast_kernel(key_dim, value_dim, element, values_are_keys):
         warps, min_blocks = (4, 3) if max(key_dim, value_dim) <= 128 and heads <= 8 and not wide else (8, 1)
+        parts = 2 if as_wide and warps == 4 else 1
         if warps * heads * value_dim * 4 > _DECODE_VECTOR_BYTES:
             warps = 4
         kind, last, adjacent = prepare or ("none", False, False)
         defines |= {
-            "WARPS": warps, "MIN_BLOCKS": min_blocks, "UNIT": unit,
+            "WARPS": warps, "MIN_BLOCKS": min_blocks, "UNIT": unit, "PARTS": parts,
             "PREPARE": int(prepare is not None), "NORM_KIND": NORM_IDS[kind],
             "NORM_LAST": int(last), "ADJACENT": int(adjacent),
         }  # fmt: skip
         kernel = Kernel("attention/paged_decode.cu", "paged_decode", _DECODE_SIGNATURE + _PREPARE_SIGNATURE, defines)
-        return DecodeKernel(kernel, 32 * warps, 4 * warps * heads * value_dim)
+        return DecodeKernel(kernel, 32 * warps, 4 * warps * parts * heads * value_dim)
     row_bytes = (key_dim + value_dim) * size
     tile = 64 if row_bytes <= 512 else 32 if row_bytes <= 1024 else 16
     defines["VALUES_ARE_KEYS"] = int(values_are_keys)
@@ -284,7 +286,7 @@ def _norm_dim(weight: Array | None, norm_kind: str, group: KvGroupLayout) -> int
 class Attention:
     """The verb `attention`: decode kernel, prefill kernel, or both for a mixed step; owns the split scratch.
 
-    `deterministic`: every query goes through one decode kernel, whose sums depend on its position only, so that a
+    `deterministic`: every query goes through a decode kernel, whose sums depend on its position only, so that a
     result does not depend on how a prompt was cut or what ran beside it. `shared_bytes`: what a block may have.
     """
 
@@ -392,7 +394,7 @@ class Attention:
                 (page_bytes, *shape), by_sequence, scale,
             )  # fmt: skip
             return
-        wide = not self.deterministic and n_queries * grid_x <= FEW_BLOCKS
+        wide = n_queries * grid_x <= FEW_BLOCKS
         prepare, extra = None, _PREPARED
         if self._waiting is not None:
             _, k, v, q_norm, k_norm, kind, last, eps, rope, adjacent, *_, rope_first = self._waiting
@@ -402,7 +404,7 @@ class Attention:
         fast = has_fast_kernel(group.key_dim, value_dim, group.element, group.value_dim == 0)
         chosen = decode_kernel(
             group.key_dim, value_dim, heads, group.element, group.value_dim == 0, unit_keys(group.n_head_kv), wide,
-            prepare,
+            prepare, self.deterministic,
         )  # fmt: skip
         chosen.kernel(
             (grid_x, n_queries, splits),
