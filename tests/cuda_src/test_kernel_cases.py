@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 import types
@@ -15,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools" / "bench"))
 import kernels
-from cases import timed
+from cases import residency, timed
 from cases.common import Case
 
 from rimuru.formats.quants import QuantFormat
@@ -120,3 +121,39 @@ def test_every_kernel_has_a_case(ops: Any, monkeypatch: pytest.MonkeyPatch) -> N
     used = {name for case in timed.cases() for name in launched(case, ops, launches)}
     assert used <= every
     assert sorted(every - used) == []
+
+
+def test_rows_name_the_peaks_that_they_are_held_against(
+    ops: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row of each kind, as if every call took a millisecond; kernels without a case are told by name."""
+    top = {"bytes_per_s": 4e12, "flops_per_s": 7e14, "link_bytes_per_s": 5e10, "float32_flops_per_s": 6e13}
+    streams: list[set[str]] = []
+
+    def a_millisecond(bench: Any, launches: list[Any], n_calls: int) -> float:
+        streams.append({name for _, _, named in launches for name in named})
+        return 1000.0
+
+    monkeypatch.setattr(Kernel, "__call__", lambda kernel, *args, **named: None)
+    monkeypatch.setattr(kernels, "peaks", lambda ops: top)
+    monkeypatch.setattr(kernels.DeviceBench, "microseconds", a_millisecond)
+    monkeypatch.setattr(
+        kernels.DeviceBench, "compile",
+        lambda bench, cases: bench._inputs.update({case.name: case.inputs() for case in cases}),
+    )  # fmt: skip
+    names = ("32 into buffers, aside", "nobody missed, aside", "router T=4096", "summed experts qwen3-30b T=1")
+    chosen = [case for case in timed.cases() if case.name.endswith(names)]
+    result = kernels.device_result(ops, chosen, 0.0)
+    gc.enable()  # a benchmark goes without
+    assert len(result["cases"]) == len(names)
+    experts, nobody, router, summed = (next(r for r in result["cases"] if r["case"].endswith(name)) for name in names)
+    useful = 32 * residency.MODEL_FETCHES["qwen3-30b T=32, 32 into buffers, aside"][0].layout.useful_bytes
+    assert experts["bytes_over"] == "link" and experts["bandwidth_share"] == pytest.approx(useful / 1e-3 / 5e10)
+    assert nobody["bytes_over"] == "memory" and nobody["bandwidth_share"] < 1e-5
+    assert set(experts["kernels"]) == set(nobody["kernels"]) == {"moe_fetch", "moe_bring", "moe_border"}
+    assert router["flops_on"] == "float32" and router["flops_share"] == pytest.approx(router["flops"] / 1e-3 / 6e13)
+    assert set(summed["kernels"]) == {"moe_gate_up", "moe_down_sum"} and summed["flops_on"] == "products"
+    assert "moe/moe_decode.cu: moe_down" in result["without_case"]
+    assert "moe/residency.cu: moe_fetch" not in result["without_case"]
+    assert not any("stream" in named for named in streams)  # launches of a graph are all on its own
+    assert " link " in capsys.readouterr().out
