@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from device_twin import device_store
 
 from rimuru import LLM, SamplingParams
 from rimuru.engine import build
+from rimuru.experts.device_places import places_bytes
 from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.memory.decisions import EXPERT, IS_FORETOLD, N_FILL_FIELDS, PLACE, SLOT, STEP, VICTIM
-from rimuru.ops.places import FILLS, FORETOLD, LOG_ENTRIES, N_TOTALS, fill_entry
+from rimuru.ops.places import FILLS, FORETOLD, LOG_ENTRIES, MAX_COMERS, N_TOTALS, fill_entry
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 PROMPTS = [[1 + i, 7, 30 + i, 99, 5, 12 + i, 3] * (1 + i % 5) for i in range(12)]
@@ -131,6 +133,18 @@ def test_fills_that_no_report_tells_of_are_counted(
         assert 0 < n_written < LOG_ENTRIES and store.fills.n == log[0]
         assert store.fills.n_known - n_before == LOG_ENTRIES and store.fills.n_lost == 2 * LOG_ENTRIES + n_written
         assert llm.memory()["decisions"]["fills"]["unrecorded"] == store.fills.n_lost
+
+
+def test_the_ledger_counts_the_log(model: Path, by_device: None) -> None:
+    """All that the device's places take, but for loading buffers that there are not."""
+    with LLM(model, device="cpu", resident_experts=0.5) as llm:
+        store = llm.loaded.store
+        assert isinstance(store, DeviceExpertStore)
+        places, layout = store.places, store.layout
+        arrays = [getattr(places.arrays, field.name) for field in fields(places.arrays)]
+        n_bytes = sum(array.nbytes for array in arrays if isinstance(array, np.ndarray)) + places._commands.nbytes
+        most_buffers_bytes = 8 * MAX_COMERS * layout.max_pages
+        assert 0 <= places_bytes(layout) - n_bytes <= most_buffers_bytes < places.arrays.log.nbytes
 
 
 @pytest.mark.parametrize("residency", ["recency", "hotset"])
