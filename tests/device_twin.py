@@ -20,5 +20,5 @@ def device_store(
     return DeviceExpertStore(
         layout, builder.pool, ExpertView(builder.pool), builder.source, builder.ops, builder.ops.copier(), biases,
         builder.quotas, room.may_grow, ram_bytes, 2, config.residency, factors, config.fill_on_read,
-        builder.n_buffers if config.prefetch else 0, config.prediction,
+        builder.n_buffers if config.prefetch else 0, config.prediction, config.in_place,
     )  # fmt: skip

@@ -157,7 +157,7 @@ class StoreParts:
         store = DeviceExpertStore(
             layout, self.pool, ExpertView(self.pool), self.source, self.ops, self.copier(), self.biases, self.quotas,
             self.room.may_grow, n_ram_bytes, self.n_threads, config.residency, self.factors, config.fill_on_read,
-            n_buffers, config.prediction,
+            n_buffers, config.prediction, config.in_place,
         )  # fmt: skip
         outside_bytes = layout.n_pages * layout.page_bytes
         if not store.by_device:

@@ -76,6 +76,7 @@ class DeviceExpertStore(ResidentSet):
         fill_on_read: bool = True,
         n_buffers: int = 0,
         foresees: bool = False,
+        in_place: bool = True,
     ) -> None:
         super().__init__(layout, pool, view, quotas, may_grow, False, residency)
         self.source, self.ops, self.copier, self.n_threads = source, ops, copier, n_threads
@@ -88,7 +89,7 @@ class DeviceExpertStore(ResidentSet):
         """Who decides which experts are resident."""
         self.expands_freely = self.by_device
         self.places = DevicePlaces(layout, view, pool, ops, copier, self._take_buffers(n_buffers), self.fills)
-        self.ways = ways_of(self.by_device, self.places.n_buffers, foresees)
+        self.ways = ways_of(self.by_device, in_place and self.places.n_buffers > 0, foresees)
         """How missed experts may come (ways.py), the plainest way first."""
         self.way = self.rates.way = self.ways[0]
         """Of the running step; "resident" where nothing is missed."""
@@ -106,8 +107,7 @@ class DeviceExpertStore(ResidentSet):
         self._n_empty = self._n_steps = self._n_noted = 0
         self._ruled_for: tuple[float, bool] | None = None
         """Tokens together for which the device was told who comes and goes; whether loading buffers may be used."""
-        self._clock = StepClock()
-        self._step_tokens = 1
+        self._clock, self._step_tokens = StepClock(), 1
         self.tables = [
             ExpertTable(layer, layout.page_bytes, places.addresses, biases[slot], factors[slot] if factors else {})
             for slot, (layer, places) in enumerate(zip(layout.layers, self.places.layers, strict=True))

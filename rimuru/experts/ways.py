@@ -35,11 +35,12 @@ LONG_PAUSE_S = 2.0
 """Between two steps: nothing ran meanwhile, and the time says nothing."""
 
 
-def ways_of(by_device: bool, n_buffers: int, foresees: bool) -> tuple[str, ...]:
-    """The ways that a DeviceExpertStore has, the plainest one first. foresees: the user wants forecasts tried."""
+def ways_of(by_device: bool, in_place: bool, foresees: bool) -> tuple[str, ...]:
+    """The ways that a DeviceExpertStore has, the plainest one first. in_place: it is one of them, and another than
+    `before`; foresees: the user wants forecasts tried."""
     if not by_device:
         return ("in place",)
-    return "before", "beside", *(("in place",) if n_buffers else ()), *(("ahead",) if foresees else ())
+    return "before", "beside", *(("in place",) if in_place else ()), *(("ahead",) if foresees else ())
 
 
 def is_beside(way: str, n_tokens: int) -> bool:

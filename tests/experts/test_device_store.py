@@ -130,6 +130,18 @@ def test_every_way_of_fetching_answers_alike(
         assert set(taken) == set(store.ways) and turns["aside"] and turns["at once"]
 
 
+@pytest.mark.parametrize("off", ["in_place", "prefetch", "fill_on_read"])
+def test_a_switch_that_is_off_leaves_no_way_of_its_kind(
+    model: Path, tiny: int, ram_bytes: list[int], monkeypatch: pytest.MonkeyPatch, off: str
+) -> None:
+    """Also trials keep to what the user wants."""
+    ways = {"in_place": ("before", "beside"), "prefetch": ("before", "beside"), "fill_on_read": ("in place",)}
+    with open_tiny(model, tiny, resident_experts=0.2, **{off: False}) as llm:
+        assert store_of(llm).ways == ways[off]
+    with open_tiny(model, tiny, resident_experts=0.2) as llm:
+        assert store_of(llm).ways == ("before", "beside", "in place")
+
+
 def n_buffered(llm: LLM) -> int:
     """Experts that came into loading buffers since the start."""
     totals = llm.loaded.ops.download(store_of(llm).places.arrays.totals)
