@@ -11,7 +11,7 @@ from rimuru import LLM, SamplingParams
 from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.tiered_store import TieredExpertStore
 from rimuru.memory.decisions import EXPERT, N_FILL_FIELDS, PLACE, SLOT, STEP, VICTIM
-from rimuru.ops.places import FILLS, FORETOLD, N_TOTALS
+from rimuru.ops.places import ASKED, BUFFERED, FILLS, FORETOLD, HITS, N_TOTALS
 from tools.make_random_gguf import write_random_model
 
 pytestmark = pytest.mark.gpu
@@ -99,12 +99,20 @@ def test_every_way_of_fetching_answers_alike(
         assert set(taken) == set(store.ways) and llm.loaded.ops.graphs.n_graphs >= 3
 
 
-def test_nothing_is_read_in_place_where_that_is_off(model: Path, answers: list[list[int]]) -> None:
-    with open_model(model, resident_experts=0.4, in_place=False) as llm:
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_nothing_is_read_in_place_where_that_is_off(model: Path, answers: list[list[int]], prefetch: bool) -> None:
+    """What finds no place comes into loading buffers, of which there are enough for a layer; without them by the host."""
+    with open_model(model, resident_experts=0.4, in_place=False, prefetch=prefetch) as llm:
         assert [a.token_ids for a in llm.generate(PROMPTS, GREEDY)] == answers
         llm.loaded.engine.audit()
         store = llm.loaded.store
-        assert isinstance(store, TieredExpertStore) and store.counters.n_read > 0
+        assert store is not None and store.counters.n_read > 0
+        if not prefetch:
+            assert isinstance(store, TieredExpertStore)
+            return
+        assert isinstance(store, DeviceExpertStore) and store.ways == ("before", "beside")
+        totals = llm.loaded.ops.download(store.places.arrays.totals).reshape(-1, N_TOTALS).sum(axis=0)
+        assert totals[FILLS] + totals[BUFFERED] == totals[ASKED] - totals[HITS] > 0
 
 
 @pytest.mark.parametrize("poison", ["0", "1"])
