@@ -101,7 +101,7 @@ def test_every_way_of_fetching_answers_alike(
 
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_nothing_is_read_in_place_where_that_is_off(model: Path, answers: list[list[int]], prefetch: bool) -> None:
-    """What finds no place comes into loading buffers, of which there are enough for a layer; without them by the host."""
+    """What finds no place comes into loading buffers, enough for a whole layer; without them by the host."""
     with open_model(model, resident_experts=0.4, in_place=False, prefetch=prefetch) as llm:
         assert [a.token_ids for a in llm.generate(PROMPTS, GREEDY)] == answers
         llm.loaded.engine.audit()
