@@ -81,6 +81,12 @@ class StepTuner(Generic[S]):
             kind.trial_s.clear()
         return kind.setting if kind.trial is None else kind.trial
 
+    def hurry(self, n_tokens: int) -> None:
+        """What such steps do has changed: the next trial comes soon."""
+        kind = self._kinds.get(n_tokens.bit_length())
+        if kind is not None:
+            kind.pause = FIRST_PAUSE
+
     def note(self, n_tokens: int, setting: S, step_s: float) -> Trial[S] | None:
         """A step with this setting took step_s; the trial that ends with it."""
         kind = self._kinds.get(n_tokens.bit_length())

@@ -31,6 +31,8 @@ ASIDE_TOKENS = 5
 the launches of a second turn."""
 LEAST_LINK_S = 2e-4
 """With less to bring over the link in a step, no way is worth a trial."""
+OTHER_LINK = 2.0
+"""Where steps bring so many times more or less than at their last trial, what it found may no longer be true."""
 LONG_PAUSE_S = 2.0
 """Between two steps: nothing ran meanwhile, and the time says nothing."""
 
@@ -75,6 +77,8 @@ class WayTuner:
         self._tuner: StepTuner[str] = StepTuner(lambda n_tokens: first_way(n_tokens, self.ways), self._other)
         self._ratios: dict[tuple[int, str, str], float] = {}
         """Time of a kind's steps in one way, against another, when they were compared last."""
+        self._tried_at: dict[int, float] = {}
+        """Link seconds of a kind's steps at the last trial."""
 
     def _other(self, way: str, n_failed: int) -> str:
         others = [other for other in self.ways if other != way]
@@ -90,6 +94,9 @@ class WayTuner:
             return first_way(n_tokens, self.ways)
         if link_s < LEAST_LINK_S or len(self.ways) < 2:
             return self._tuner.setting_of(n_tokens)
+        tried_at = self._tried_at.get(n_tokens.bit_length(), link_s)
+        if not tried_at / OTHER_LINK < link_s < tried_at * OTHER_LINK:
+            self._tuner.hurry(n_tokens)
         return self._tuner.choose(n_tokens)
 
     def note(self, n_tokens: int, way: str, step_s: float, link_s: float, link_bytes: int) -> None:
@@ -97,6 +104,7 @@ class WayTuner:
         trial = self._tuner.note(n_tokens, way, step_s)
         if trial is None:
             return
+        self._tried_at[n_tokens.bit_length()] = link_s
         pair = n_tokens.bit_length(), trial.was, trial.setting
         ratio = self._ratios.get(pair)
         expected_s = hoped_s(way, trial.was, trial.was_s, link_s) if ratio is None else ratio * trial.was_s

@@ -56,6 +56,14 @@ def test_kinds_of_steps_are_tuned_apart() -> None:
     assert tuner.snapshot() == {15: "before", 127: "beside"}
 
 
+def test_another_load_is_tried_soon() -> None:
+    """After many trials that failed they are rare, until steps bring four times as much."""
+    tuner = WayTuner(("before", "beside"), ForecastLog())
+    run(tuner, {"before": 0.012, "beside": 0.010}, 6000, link_s=0.002)
+    taken = run(tuner, {"before": 0.030, "beside": 0.040}, 3 * FIRST_PAUSE, link_s=0.008)
+    assert taken["before"] > FIRST_PAUSE and tuner.snapshot() == {63: "before"}
+
+
 def test_every_trial_is_told_with_what_was_expected() -> None:
     """First by the link's rate; from then on by the comparison before."""
     log = ForecastLog()
