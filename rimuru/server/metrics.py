@@ -101,3 +101,18 @@ def _memory_metrics(report: dict[str, Any]) -> Iterator[Metric]:
     if "hit_rate" in report:
         yield GaugeMetricFamily("rimuru_expert_hit_rate", "Share of experts found resident", report["hit_rate"])
         yield CounterMetricFamily("rimuru_expert_read_bytes", "Bytes of experts brought in", report["read_bytes"])
+        yield from _forecast_metrics(report["forecasts"]["by_way"])
+
+
+def _forecast_metrics(by_way: dict[str, dict[str, float]]) -> Iterator[Metric]:
+    """Of steps that were foretold, by how their missed experts came."""
+    texts = {
+        "steps": ("rimuru_forecasts", "Steps, or means of some, that were foretold"),
+        "expected_s": ("rimuru_forecast_expected_seconds", "What they were expected to take"),
+        "took_s": ("rimuru_forecast_took_seconds", "What they took"),
+    }
+    for key, (name, text) in texts.items():
+        metric = CounterMetricFamily(name, text, labels=["way"])
+        for way, means in by_way.items():
+            metric.add_metric([way], means["steps"] * (1.0 if key == "steps" else means[key]))
+        yield metric

@@ -11,6 +11,7 @@ from server_fixtures import Running
 
 from rimuru.base.units import human_bytes
 from rimuru.engine.room import ExpertRoom
+from rimuru.memory.adjuster import ForecastLog, StepForecast
 from rimuru.memory.decisions import DecisionLog, FillLog, Record
 from rimuru.server.dashboard import FILL_PAUSE_S, MOST_FILL_LINES, RUN_STEPS, STATIC, ChangeLog
 
@@ -161,6 +162,18 @@ def test_a_thousand_fills_are_one_line(script: Running, monkeypatch: pytest.Monk
         lines = texts()
         assert lines[0].startswith(f"steps brought in 1 expert of layer {first} ("), number
     assert lines[-1] == shrunk and len(lines) == MOST_FILL_LINES + 1
+
+
+def test_forecasts_are_told_beside_what_steps_took(script: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = script.llm.loaded.store
+    assert store is not None
+    forecasts = ForecastLog()
+    forecasts.add(StepForecast("before", 8, 0.25, 0.5, 10, 10))
+    forecasts.add(StepForecast("before", 8, 0.75, 0.5, 10, 10))
+    monkeypatch.setattr(store.rates, "forecasts", forecasts)
+    text = script.http.get("/metrics").text
+    for name, value in (("forecasts", 2.0), ("forecast_expected_seconds", 1.0), ("forecast_took_seconds", 1.0)):
+        assert f'rimuru_{name}_total{{way="before"}} {value}' in text
 
 
 def test_fills_are_shown_over_http(script: Running, monkeypatch: pytest.MonkeyPatch) -> None:
