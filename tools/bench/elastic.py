@@ -373,6 +373,20 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in names(text)]
 
 
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Of every benchmark that opens engines with `open_engine`, and writes a JSON."""
+    parser.add_argument("--router", default="auto", metavar="NAME")
+    parser.add_argument("--topics", type=int, metavar="N")
+    parser.add_argument("--limit-seconds", type=float, default=540.0, metavar="S", help="begin nothing after so long")
+    parser.add_argument("--ctx", type=int, default=4096, metavar="N")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--ram", metavar="SIZE")
+    parser.add_argument("--threads", type=int, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
+    parser.add_argument("--commit", default="", metavar="ID", help="of what is measured, where this is no git checkout")
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
@@ -391,20 +405,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compare-at", type=names, metavar="SIZE,SIZE", help="where residencies are compared")
     parser.add_argument("--ablate", action="store_true", help="one change at a time to the first policy and residency")
     parser.add_argument("--routing", default="model", metavar="model|synthetic|FILE")
-    parser.add_argument("--router", default="auto", metavar="NAME")
-    parser.add_argument("--topics", type=int, metavar="N")
     parser.add_argument("--prompt", type=int, default=118, metavar="N", help="tokens of a prompt")
     parser.add_argument("--start-seconds", type=float, default=6.0, metavar="S", help="longest wait for first tokens")
     parser.add_argument("--warm", type=float, default=1.5, metavar="S", help="seconds of decoding before a cell counts")
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="seconds of decoding of a cell")
-    parser.add_argument("--limit-seconds", type=float, default=540.0, metavar="S", help="begin nothing after so long")
-    parser.add_argument("--ctx", type=int, default=4096, metavar="N")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--ram", metavar="SIZE")
-    parser.add_argument("--threads", type=int, metavar="N")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
-    parser.add_argument("--commit", default="", metavar="ID", help="of what is measured, where this is no git checkout")
+    add_run_options(parser)
     args = parser.parse_args(arguments)
     if sum(what is not None for what in (args.model, args.table, args.merge)) != 1:
         parser.error("give a model to measure, or --table or --merge and files")

@@ -38,7 +38,7 @@ from rimuru.commands.bench import counters, routing_label
 from rimuru.request import Sequence
 from rimuru.simulate.traces import TraceRequest, cut_to_context, read_trace
 from tools.bench import elastic
-from tools.bench.elastic import Setting, names
+from tools.bench.elastic import Setting, add_run_options, names
 
 VARIANTS: dict[str, dict[str, str]] = {
     "all on": {},
@@ -265,18 +265,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--policy", default="cost")
     parser.add_argument("--residency", default="auto")
     parser.add_argument("--routing", default="synthetic", metavar="model|synthetic|FILE")
-    parser.add_argument("--router", default="auto", metavar="NAME")
-    parser.add_argument("--topics", type=int, metavar="N")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a stream of the routing, and 512")
     parser.add_argument("--most-seconds", type=float, default=16.0, metavar="S", help="of a variant")
-    parser.add_argument("--limit-seconds", type=float, default=540.0, metavar="S", help="begin nothing after so long")
-    parser.add_argument("--ctx", type=int, default=4096, metavar="N")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--ram", metavar="SIZE")
-    parser.add_argument("--threads", type=int, metavar="N")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
-    parser.add_argument("--commit", default="", metavar="ID", help="of what is measured, where this is no git checkout")
+    add_run_options(parser)
     args = parser.parse_args(arguments)
     args.streams = [args.requests]  # requests at once at most, as elastic.open_engine asks for it
     if unknown := [name for name in args.variants if name not in VARIANTS]:

@@ -156,6 +156,15 @@ def markdown(cells: list[dict[str, Any]]) -> Iterator[str]:
         yield f"Off by {sum(offs) / len(offs):.0%} in the mean, by {max(offs):.0%} at most ({len(offs)} cells)."
 
 
+def publish(title: str, data: Any, lines: list[str], output: Path | None) -> None:
+    """Print the lines of a table; with an output also write them beside data, as .md and .json."""
+    text = "\n".join(lines)
+    if output:
+        output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        output.with_suffix(".md").write_text(f"# {title}\n\n{text}\n", encoding="utf-8")
+    print(text)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
@@ -172,11 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     except RimuruError as error:
         print(f"simulate_forecast.py: {error}", file=sys.stderr)
         return 2
-    text = "\n".join(markdown(cells))
-    if args.output:
-        args.output.write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
-        args.output.with_suffix(".md").write_text(f"# Foretold and measured\n\n{text}\n", encoding="utf-8")
-    print(text)
+    publish("Foretold and measured", cells, markdown(cells), args.output)
     return 0 if cells else 1
 
 

@@ -12,7 +12,6 @@ this engine uses it (simulate/cards.py). Writes both sides as one JSON, and Mark
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from rimuru.simulate.simulator import Settings, Simulation
 from rimuru.simulate.timing import Ways
 from tools.bench.elastic_table import read
 from tools.bench.elastic_trace import traces_of
+from tools.bench.simulate_forecast import publish
 
 COLUMNS = (
     ("answered", lambda v: f"{v['answered']}"),
@@ -131,11 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     except RimuruError as error:
         print(f"simulate_trace.py: {error}", file=sys.stderr)
         return 2
-    text = "\n".join(markdown(result))
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        args.output.with_suffix(".md").write_text(f"# A trace, foretold and measured\n\n{text}\n", encoding="utf-8")
-    print(text)
+    publish("A trace, foretold and measured", result, markdown(result), args.output)
     return 0
 
 
