@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -19,7 +20,8 @@ import numpy as np
 from rimuru.ops.cuda.launch import Kernel
 from rimuru.ops.cuda.loader import flatten
 
-HERE = Path(__file__).resolve().parent
+HEADER = Path(__file__).resolve().parent / "host_device.hpp"
+FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-ffp-contract=off")
 IN_PTX = (
     "shared_address", "copy_async16", "copy_async_float", "commit_copies", "wait_copies", "load_matrices",
     "load_matrices_transposed", "multiply_add", "multiply_add_tf32", "transpose_matrix",
@@ -42,7 +44,7 @@ def host_source(path: str, kernel_name: str) -> str:
         text = _cut(text, name)
     text = re.sub(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];", r"\1* \2 = (\1*)host_shared;", text)
     launch = f'extern "C" void launch(const int* d, const void** v) {{ launch({kernel_name}, d, v); }}\n'
-    return f'#include "{HERE / "host_device.hpp"}"\n{text}\n{launch}'
+    return f'#include "{HEADER}"\n{text}\n{launch}'
 
 
 def _cut(text: str, name: str) -> str:
@@ -59,10 +61,13 @@ def _cut(text: str, name: str) -> str:
 
 
 class Emulator:
-    """Compiles kernels into `folder` and launches them."""
+    """Compiles kernels and launches them. What one test file of a run has compiled, the others find."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        """folder: one of pytest's, in that of a worker or of the run."""
+        run = folder.parent.parent if folder.parent.name.startswith("popen-gw") else folder.parent
+        self.folder = run / "emulated kernels"
+        self.folder.mkdir(exist_ok=True)
         self.libraries: dict[str, ctypes.CDLL] = {}
         self.launched: list[str] = []
 
@@ -73,12 +78,26 @@ class Emulator:
         if key not in self.libraries:
             out = self.folder / f"{key}.so"
             if not out.exists():
-                program = self.folder / f"{key}.cpp"
-                program.write_text(source)
-                flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off"]
-                subprocess.run([str(compiler()), *flags, *options, str(program), "-o", str(out)], check=True)
+                mine = self.folder / f"{key}.{os.getpid()}"  # another worker may be compiling the same
+                program = mine.with_suffix(f"{mine.suffix}.cpp")
+                program.write_text(source.replace(str(HEADER), str(self._header()), 1))
+                command = [str(compiler()), *FLAGS, "-shared", *options, str(program), "-o", str(mine)]
+                subprocess.run(command, check=True)
+                mine.replace(out)
             self.libraries[key] = ctypes.CDLL(str(out))
         return self.libraries[key]
+
+    def _header(self) -> Path:
+        """host_device.hpp with its compiled form beside it: most of a small kernel's compilation is that header."""
+        header = self.folder / HEADER.name
+        compiled = self.folder / f"{HEADER.name}.gch"
+        if not compiled.exists():
+            mine = self.folder / f"{HEADER.name}.{os.getpid()}"
+            shutil.copy(HEADER, mine)
+            mine.replace(header)
+            subprocess.run([str(compiler()), *FLAGS, "-x", "c++-header", str(header), "-o", str(mine)], check=True)
+            mine.replace(compiled)
+        return header
 
     def launch(self, kernel: Kernel, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]) -> None:
         assert len(args) == len(kernel.parameters), kernel.name

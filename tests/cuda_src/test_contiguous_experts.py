@@ -75,17 +75,18 @@ def test_results_are_equal(
 ) -> None:  # fmt: skip
     """routed: by a router that has looked up where experts of single assignments lie."""
     rng, page_bytes = np.random.default_rng(n_tokens), page_kib * 1024
+    n_in = 256 if n_tokens > 100 else N_IN  # the emulator takes its time
     ops: Any = emulate.EmulatedOps()
     layout = moe_cases.expert_layout(
-        {"gate": "q4_k", "up": "q4_k", "down": down}, SPEC.n_experts, N_IN, 256, page_bytes
+        {"gate": "q4_k", "up": "q4_k", "down": down}, SPEC.n_experts, n_in, 256, page_bytes
     )
     image, pages = moe_cases.fill_pool(rng, layout, page_bytes)
     pool = emulate.upload(image)
     table = ExpertTable(layout, page_bytes, pool.ctypes.data + pages.astype(np.int64) * page_bytes, {})
     ids = np.stack([rng.permutation(8)[:2] for _ in range(n_tokens)]).astype(np.int32)
-    x = matmul_cases.filled_act(ops, moe_cases.normal(rng, n_tokens, N_IN))
+    x = matmul_cases.filled_act(ops, moe_cases.normal(rng, n_tokens, n_in))
     monkeypatch.setattr(paging, "QWEN3_30B", SPEC)
-    monkeypatch.setattr(paging, "N_IN", N_IN)
+    monkeypatch.setattr(paging, "N_IN", n_in)
     monkeypatch.setattr(moe, "UNSORTED_TOKENS", 4)
     monkeypatch.setattr(moe, "SPARSE_UNSORTED_TOKENS", {})  # of so few experts, sorted ones soon go to tensor cores
     for module in (routing, paging):
@@ -106,17 +107,19 @@ def test_results_are_equal(
     for launch in launches:
         paging.on_contiguous(launch, layout, tensors)()
     assert all(np.array_equal(a, b) for a, b in zip(outputs, wanted, strict=True))
+    n_sorts = 0 if n_tokens < 5 else 3 if n_tokens > 512 else 1
+    assert len(launches) == routed + n_sorts + 2
+    # Experts of a few pages have them listed with every item; else the table is read.
+    listed = page_kib == 64 and (n_sorts > 0 or routed)
+    assert all(("ITEM_PAGES" in k.kernel.defines) == listed for k in launches[routed + n_sorts :])
+    if n_tokens > 100:  # as of fewer; and they have read a table before
+        return
     # The same tensors through a table.
     for out in outputs:
         out.fill(np.nan)
     table.addresses[...] = tensors.ctypes.data + paged_weights.places_in_tensors(layout)
     for launch in launches:
         launch()
-    n_sorts = 0 if n_tokens < 5 else 3 if n_tokens > 512 else 1
-    assert len(launches) == routed + n_sorts + 2
-    # Experts of a few pages have them listed with every item; else the table is read.
-    listed = page_kib == 64 and (n_sorts > 0 or routed)
-    assert all(("ITEM_PAGES" in k.kernel.defines) == listed for k in launches[routed + n_sorts :])
     assert all(np.array_equal(a, b) for a, b in zip(outputs, wanted, strict=True))
 
 

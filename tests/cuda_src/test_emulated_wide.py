@@ -62,7 +62,7 @@ def case(formats: dict[str, str], spec: MoeSpec, n_in: int, n_tokens: int, **opt
 
 
 CASES = [
-    case(of_types("q4_k", "q4_k", "q6_k"), MoeSpec(5, 2, 768), 2048, 9),  # eight steps and three, as Qwen3-30B
+    case(of_types("q4_k", "q4_k", "q6_k"), MoeSpec(3, 1, 768), 2048, 9),  # eight steps and three, as Qwen3-30B
     case(of_types("q4_k", "q4_k", "q4_k"), MoeSpec(3, 2, 256), 4352, 13),  # more than one piece of activations
     case(of_types("q6_k", "q4_k", "q4_k"), MoeSpec(3, 2, 256), 512, 9, page_bytes=20000),  # two types in one strip
     case(of_types("q8_0", "q8_0", "q5_0"), MoeSpec(4, 2, 96), 352, 7, biases=True),  # rows that end within a step
