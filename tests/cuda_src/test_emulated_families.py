@@ -70,7 +70,7 @@ class EmulatedFamilies:
         from rimuru.ops.cuda import attention, embed, head_linear, matmul, pointwise, recurrent, sampling
 
         for module, verbs in (
-            (pointwise, "rms_norm add_norm gated_norm glu multiply row_gate gather_rows finish_logits"),
+            (pointwise, "rms_norm add_norm gated_norm glu multiply row_gate gather_rows finish_logits take_tokens"),
             (attention, "prepare_qkv"),
             (matmul, "linear"),
             (head_linear, "head_linear"),
