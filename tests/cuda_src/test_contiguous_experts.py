@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +22,9 @@ from cases import moe as moe_cases
 from rimuru.arch.spec import MoeSpec
 from rimuru.ops.base import ExpertTable
 from rimuru.ops.cuda import moe, moe_kernels, routing
-from rimuru.ops.cuda.launch import Kernel
 
 SPEC = MoeSpec(8, 2, 256, renormalise=True)
 N_IN = 512
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulate.Emulator:
-    return emulate.Emulator(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture
-def on_the_host(emulator: emulate.Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[emulate.Emulator]:
-    def call(kernel: Kernel, grid: Any, block: Any, args: Any, shared_bytes: int = 0, **_: Any) -> None:
-        emulator.launch(kernel, grid, block, args)
-
-    monkeypatch.setitem(sys.modules, "cupy", emulate.fake_cupy())
-    monkeypatch.setattr(Kernel, "__call__", call)
-    yield emulator
 
 
 def tensors_of(layout: Any, pool: np.ndarray, pages: np.ndarray, page_bytes: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from cases import residency as cases
 from cases.common import Case
 
 from rimuru.ops.cuda import residency
-from rimuru.ops.cuda.launch import Kernel
 from rimuru.ops.host import HostCopier
 from rimuru.ops.places import BUFFERED, FILLS, LayerPlaces
 from rimuru.ops.reference import ReferenceOps
 
-pytestmark = pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine")
+pytestmark = [
+    pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine"),
+    pytest.mark.usefixtures("on_the_host"),
+]
 
 
 class EmulatedFetches:
@@ -43,20 +45,6 @@ class EmulatedFetches:
         residency.bring(places)
 
     def join_fetch(self) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulate.Emulator:
-    return emulate.Emulator(tmp_path_factory.mktemp("fetch"))
-
-
-@pytest.fixture(autouse=True)
-def on_the_host(emulator: emulate.Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def call(kernel: Kernel, grid: Any, block: Any, args: Any, shared_bytes: int = 0, stream: Any = None) -> None:
-        emulator.launch(kernel, grid, block, args)
-
-    monkeypatch.setattr(Kernel, "__call__", call)
-    yield
 
 
 @pytest.mark.parametrize("case", cases.EDGE_CASES, ids=lambda case: case.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,10 @@ from rimuru.arch.spec import MoeSpec
 from rimuru.ops.base import ExpertTable
 from rimuru.ops.cuda.launch import Kernel
 
-pytestmark = pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine")
+pytestmark = [
+    pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine"),
+    pytest.mark.usefixtures("on_the_host"),
+]
 
 LINEAR = (
     "q, k, v of three types T=1", "q, k, v of three types T=17", "q4_k 300x512 T=130", "q5_0 3x288 T=8",
@@ -40,21 +42,6 @@ ROUTES = (
     "512 experts, the last ones win",
     "replayed T=97",
 )
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulate.Emulator:
-    return emulate.Emulator(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(autouse=True)
-def on_the_host(emulator: emulate.Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def call(kernel: Kernel, grid: Any, block: Any, args: Any, shared_bytes: int = 0, stream: Any = None) -> None:
-        emulator.launch(kernel, grid, block, args)
-
-    monkeypatch.setitem(sys.modules, "cupy", emulate.fake_cupy())
-    monkeypatch.setattr(Kernel, "__call__", call)
-    yield
 
 
 def pick(cases: list[Case], family: str, names: tuple[str, ...]) -> list[Case]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from rimuru.experts.places_jit import take_fills
 from rimuru.memory.decisions import EXPERT, IS_FORETOLD, N_FILL_FIELDS, PLACE, SLOT, STEP, VICTIM
 from rimuru.memory.specs import ExpertLayerLayout
 from rimuru.ops.cuda import residency
-from rimuru.ops.cuda.launch import Kernel
 from rimuru.ops.places import (
     ALL_COME,
     ASKED,
@@ -45,21 +43,8 @@ SLOT_NUMBER = 7
 NOT_COMPARED = ("layout", "page_bytes", "addresses", "homes", "pages", "control", "buffers", "copies", "log")
 """Of two worlds' layers: addresses differ, and logs are compared bit for bit."""
 
+pytestmark = pytest.mark.usefixtures("on_the_host")
 needs_compiler = pytest.mark.skipif(emulate.compiler() is None, reason="no C++ compiler on this machine")
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulate.Emulator:
-    return emulate.Emulator(tmp_path_factory.mktemp("residency"))
-
-
-@pytest.fixture(autouse=True)
-def on_the_host(emulator: emulate.Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def call(kernel: Kernel, grid: Any, block: Any, args: Any, shared_bytes: int = 0, stream: Any = None) -> None:
-        emulator.launch(kernel, grid, block, args)
-
-    monkeypatch.setattr(Kernel, "__call__", call)
-    yield
 
 
 class World:
