@@ -143,7 +143,7 @@ class StepWays:
         if not store.is_watching:
             self._run("resident", 0.0)
             return "resident"
-        link_s = store.rates.link_s
+        link_s = store.rates.link_bytes_of(n_tokens) / store.rates.link_bytes_per_s
         if self.cpu is not None and is_timed and n_tokens >= ASIDE_TOKENS and not self.tuner.is_trying(n_tokens):
             share = self.cpu.tuner.choose(n_tokens, link_s)
         # While the CPU's share is tried out, everything else stays as it is.
@@ -161,12 +161,13 @@ class StepWays:
         rates, way = self.store.rates, self.store.way
         if way == "resident":
             return
-        share = 0.0
+        link_bytes, share = rates.link_bytes_of(n_tokens), 0.0
+        link_s = link_bytes / rates.link_bytes_per_s
         if self.cpu is not None:
             share = self.cpu.share
-            self.cpu.tuner.note(n_tokens, share, step_s, rates.link_s, int(rates.link_bytes))
+            self.cpu.tuner.note(n_tokens, share, step_s, link_s, int(link_bytes))
         if share == 0.0:
-            self.tuner.note(n_tokens, way, step_s, rates.link_s, int(rates.link_bytes))
+            self.tuner.note(n_tokens, way, step_s, link_s, int(link_bytes))
 
     def report(self) -> dict[str, Any]:
         """The way of steps of up to so many tokens, as found until now."""

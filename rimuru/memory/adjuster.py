@@ -235,6 +235,10 @@ class StepRates:
     def link_s(self) -> float:
         return self.link_bytes / self.link_bytes_per_s
 
+    def link_bytes_of(self, n_tokens: int) -> float:
+        """Of a step of so many tokens, where such have been observed; else of any."""
+        return self._kinds.get(n_tokens.bit_length(), (0.0, self.link_bytes))[1]
+
     def observe(
         self, n_tokens: int, step_s: float, waited_s: float, link_bytes: int, link_busy_s: float, n_steps: int = 1
     ) -> None:

@@ -272,3 +272,14 @@ def test_only_the_last_forecasts_are_kept() -> None:
         log.add(StepForecast("in place", n, 1.0, 2.0, 0, 0))
     assert len(log) == 2 and [row["n_tokens"] for row in log.snapshot()["last"]] == [3, 4]
     assert log.snapshot()["by_way"]["in place"] == {"steps": 5, "expected_s": 1.0, "took_s": 2.0, "off": 0.5}
+
+
+def test_what_steps_of_a_kind_bring_is_known_apart() -> None:
+    """Few and many requests take turns: each kind's bytes are its own; of a kind that never ran, any step's."""
+    rates = StepRates(link_bytes_per_s=1e9)
+    assert rates.link_bytes_of(8) == 0.0
+    for _ in range(200):
+        rates.observe(8, 0.010, 0.001, 1_000_000, 0.001)
+        rates.observe(96, 0.030, 0.020, 20_000_000, 0.020)
+    assert rates.link_bytes_of(9) == pytest.approx(1e6) and rates.link_bytes_of(100) == pytest.approx(20e6)
+    assert 1e6 < rates.link_bytes < 20e6 and rates.link_bytes_of(1) == rates.link_bytes
