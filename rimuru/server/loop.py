@@ -180,8 +180,12 @@ class EngineLoop:
             self._advance(sequence)
         for sequence in report.ended:
             answer = self._answers.get(sequence.seq_id)
-            if answer is not None and sequence.error is not None:
+            if answer is None:  # its last token has ended it
+                continue
+            if sequence.error is not None:
                 self._fail(answer.job, self._told(sequence.error))
+            else:  # by its length, without a token more: the pool has become too small for it
+                self._advance(sequence)
         now = time.monotonic()
         self.counters.n_steps += 1
         self.counters.step_s += now - started

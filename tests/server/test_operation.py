@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -284,6 +285,33 @@ def test_resizing_while_answers_run(script_file: Path) -> None:
             data += connection.recv(65536)
         assert data.count(b'"text"') >= 299
         connection.close()
+        server.wait_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_that_a_smaller_pool_cannot_hold_end_by_their_length(script_file: Path, stream: bool) -> None:
+    """Over HTTP as in Python: nobody waits for ever, what was written is there, and the server stops at once."""
+    from server_fixtures import running
+
+    with running(script_file, max_sequences=4) as server:
+        start = server.llm.loaded
+        request = {"prompt": "0", "temperature": 0, "max_tokens": 4000, "stream": stream}
+        with ThreadPoolExecutor(3) as executor:
+            answers = [executor.submit(server.post, "/v1/completions", request) for _ in range(3)]
+            server.wait_until(lambda: any(r["tokens"] > 300 for r in server.http.get("/v1/memory").json()["requests"]))
+            least = start.dense_bytes + start.scratch_bytes + start.least_pool_bytes
+            assert server.post("/v1/memory/resize", {"memory": least}).status_code == 200
+            assert server.llm.context_length < 300
+            replies = [answer.result(20) for answer in answers]
+        for reply in replies:
+            assert reply.status_code == 200
+            if stream:
+                assert reply.text.rstrip().endswith("[DONE]") and '"finish_reason":"length"' in reply.text.replace(
+                    " ", ""
+                )
+            else:
+                (choice,) = reply.json()["choices"]
+                assert choice["finish_reason"] == "length" and len(choice["text"]) > 200
         server.wait_idle()
 
 
