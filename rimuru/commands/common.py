@@ -149,6 +149,16 @@ def _options_of_cuda(config: EngineConfig) -> dict[str, bool]:
     }
 
 
+def warn_of_fixed(config: EngineConfig) -> None:
+    """Name what was given and changes nothing because the number of resident experts is fixed."""
+    if config.resident_experts is not None or config.policy in ("fixed", "static"):
+        given = {
+            "--policy paper": config.policy == "paper",
+            "--expert-offload-limit": config.expert_offload_limit is not None,
+        }
+        warn_of_idle(given, "where the number of resident experts is fixed")
+
+
 def open_llm(args: argparse.Namespace, check: Callable[[LLM], object] | None = None, **more: Any) -> LLM:
     """Load the model of the command line, with progress and a summary on stderr.
 
@@ -161,6 +171,7 @@ def open_llm(args: argparse.Namespace, check: Callable[[LLM], object] | None = N
     finally:
         bars.close()
     try:
+        warn_of_fixed(config)
         if llm.loaded.resolved.device == "cpu":
             warn_of_idle(_options_of_cuda(config), "on the CPU")
         if check is not None:

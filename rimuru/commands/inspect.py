@@ -14,7 +14,7 @@ from rimuru.arch.registry import read_config
 from rimuru.arch.spec import ModelConfig
 from rimuru.base.errors import BadInputError
 from rimuru.base.units import GIB, human_bytes, parse_bytes
-from rimuru.commands.common import checked_config, print_json
+from rimuru.commands.common import checked_config, print_json, warn_of_fixed
 from rimuru.commands.forecast import before_loading, before_loading_text, on_card, on_card_text
 from rimuru.commands.planned import planned_model
 from rimuru.config import EngineConfig, parse_share
@@ -30,12 +30,11 @@ from rimuru.engine.resolve import (
     check_file_context,
     longest_request,
     n_resident_experts,
-    pages_of,
     piece_lengths,
     staying_experts,
 )
 from rimuru.engine.stores import wave_buffers
-from rimuru.experts.store import even_quotas
+from rimuru.experts.store import even_quotas, pages_of
 from rimuru.inspect import dense_weight_bytes, estimate_scratch_bytes, format_report, inspect_model
 from rimuru.memory.planner import plan_layout
 from rimuru.memory.specs import ExpertLayout, PoolLayout
@@ -48,6 +47,7 @@ def inspect(args: argparse.Namespace) -> int:
     """Print the plan for a model file or a published model, also for one that cannot run yet, or for a card that is not
     here."""
     config = checked_config(args)
+    warn_of_fixed(config)
     rates = {name: getattr(args, name) for name in RATES}
     is_asked = args.card is not None or any(rate is not None for rate in rates.values())
     device, free_bytes = planned_device(args.device, is_asked)

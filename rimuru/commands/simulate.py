@@ -14,7 +14,7 @@ from rimuru.arch.registry import read_config
 from rimuru.arch.shapes import ShapeGguf
 from rimuru.base.errors import BadInputError
 from rimuru.base.units import human_bytes, parse_bytes
-from rimuru.commands.common import checked_config, print_json, seed_of, warn_of_idle
+from rimuru.commands.common import checked_config, print_json, seed_of, warn_of_fixed, warn_of_idle
 from rimuru.commands.planned import planned_model
 from rimuru.config import parse_share
 from rimuru.engine.build import ELEMENT_BYTES
@@ -69,6 +69,7 @@ def check_options(args: argparse.Namespace) -> None:
     if args.device == "cpu":
         raise BadInputError("simulate knows the rates of cards (--card), not of CPUs; leave out --device")
     config = checked_config(args)  # refuses as `run` does
+    warn_of_fixed(config)
     given = {
         "--swap": config.swap is not None,
         "--threads": config.threads is not None,

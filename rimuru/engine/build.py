@@ -30,7 +30,6 @@ from rimuru.engine.resolve import (
     kv_element,
     longest_request,
     n_resident_experts,
-    pages_of,
     piece_lengths,
     pool_limit_bytes,
     request_bytes,
@@ -59,7 +58,7 @@ from rimuru.experts.device_places import n_loading_buffers, places_bytes
 from rimuru.experts.device_store import DeviceExpertStore
 from rimuru.experts.hotset import find_profile
 from rimuru.experts.source import ExpertSource, GgufExpertSource, open_model
-from rimuru.experts.store import even_quotas, quota_pages
+from rimuru.experts.store import even_quotas, pages_of
 from rimuru.experts.tiered_store import TieredExpertStore
 from rimuru.formats.gguf import GgufFile, check_formats
 from rimuru.forward.context import BuildContext
@@ -345,7 +344,7 @@ class _Builder:
         self.quotas = self._quotas(left)
         brings = self.config.prefetch and self.config.fill_on_read
         if layout.expert is not None and resolved.device == "cuda" and brings and not self.needs_disk:
-            fixed_bytes = quota_pages(layout.expert, self.quotas) * layout.expert.page_bytes
+            fixed_bytes = pages_of(layout.expert, self.quotas) * layout.expert.page_bytes
             self.n_buffers = n_loading_buffers(layout.expert, left, fixed_bytes)
         if layout.expert is not None and resolved.device == "cuda" and not (self.config.in_place or self.needs_disk):
             self.by_waves = may_read_in_place(layout.expert, self.config, self.quotas, self.n_buffers, bytes_in_ram)

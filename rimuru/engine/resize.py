@@ -15,9 +15,10 @@ import numpy as np
 from rimuru.base.errors import NotEnoughMemoryError
 from rimuru.base.units import human_bytes
 from rimuru.engine.compacting_room import CompactingRoom
-from rimuru.engine.resolve import longest_request, pages_of, staying_experts, whole_granules
+from rimuru.engine.resolve import longest_request, staying_experts, whole_granules
 from rimuru.engine.room import ExpertRoom
 from rimuru.engine.scheduler import Scheduler
+from rimuru.experts.store import pages_of
 from rimuru.memory.compaction import MovePlan, execute, plan_shrink
 from rimuru.memory.page_pool import PagePool
 
@@ -53,9 +54,16 @@ def resize_pool(
     """
     layout = pool.layout
     if pool_bytes < least_bytes:
+        staying_bytes = _staying_pages(pool, room) * (0 if layout.expert is None else layout.expert.page_bytes)
+        of_which = (
+            f" ({human_bytes(staying_bytes)} of it for experts that may not leave: --resident-experts, "
+            "--expert-offload-limit)"
+            if staying_bytes
+            else ""
+        )
         raise NotEnoughMemoryError(
             f"{human_bytes(max(pool_bytes + beside_bytes, 0))} is too little: weights and scratch take "
-            f"{human_bytes(beside_bytes)}, the pool at least {human_bytes(least_bytes)}; resize to "
+            f"{human_bytes(beside_bytes)}, the pool at least {human_bytes(least_bytes)}{of_which}; resize to "
             f"{human_bytes(beside_bytes + least_bytes)} or more"
         )
     n_huge = pool_bytes // layout.huge_bytes
@@ -116,11 +124,19 @@ def longest_in(pool: PagePool, room: CompactingRoom, limit_tokens: int, n_step_t
     """Most tokens of one request in the pool as it is now, up to limit_tokens. Experts leave for it, unless their
     number is fixed, as far as they may."""
     n_reserved = pool.allocator.pages_in_use("expert")
-    if isinstance(room, ExpertRoom) and pool.layout.expert is not None:
-        staying = pages_of(pool.layout.expert, staying_experts(pool.layout.expert, None, room.offload_limit))
-        n_reserved = min(n_reserved, pool.n_buffer_pages + staying)
+    if isinstance(room, ExpertRoom):
+        n_reserved = min(n_reserved, pool.n_buffer_pages + _staying_pages(pool, room))
     pool_bytes = pool.allocator.n_huge * pool.layout.huge_bytes
     return longest_request(pool.layout, pool_bytes, n_reserved, limit_tokens, n_step_tokens)
+
+
+def _staying_pages(pool: PagePool, room: CompactingRoom) -> int:
+    """Pages of experts that never leave for a request."""
+    layout, store = pool.layout.expert, room.store
+    if layout is None or store is None:
+        return 0
+    limit = room.offload_limit if isinstance(room, ExpertRoom) else None
+    return pages_of(layout, staying_experts(layout, store.quotas, limit))
 
 
 def _give_up_something(pool: PagePool, room: CompactingRoom, scheduler: Scheduler, n_huge: int) -> bool:

@@ -213,11 +213,6 @@ def staying_experts(layout: ExpertLayout | None, quotas: list[int] | None, offlo
     return staying
 
 
-def pages_of(layout: ExpertLayout, n_by_slot: list[int]) -> int:
-    """Pages of so many experts of each layer slot."""
-    return sum(n * layer.n_pages for n, layer in zip(n_by_slot, layout.layers, strict=True))
-
-
 def check_context(config: EngineConfig, longest: int, memory_bytes: int, file_context: int, n_staying: int = 0) -> int:
     """The context to serve; n_staying experts leave no room for it. Raises NotEnoughMemoryError where what was asked
     for, or any useful one, does not fit."""

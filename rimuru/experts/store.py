@@ -388,6 +388,8 @@ def even_quotas(layout: ExpertLayout, n_resident: int) -> list[int]:
     return quotas
 
 
-def quota_pages(layout: ExpertLayout, quotas: list[int] | None) -> int:
-    """Expert pages of as many residents as the layers' quotas say; 0 where their number is not fixed."""
-    return sum(quota * layer.n_pages for quota, layer in zip(quotas or (), layout.layers, strict=quotas is not None))
+def pages_of(layout: ExpertLayout, n_by_slot: list[int] | None) -> int:
+    """Pages of so many experts of each layer slot; 0 for None."""
+    if n_by_slot is None:
+        return 0
+    return sum(n * layer.n_pages for n, layer in zip(n_by_slot, layout.layers, strict=True))

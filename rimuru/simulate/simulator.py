@@ -18,12 +18,13 @@ from rimuru.base.errors import BadInputError, NotEnoughMemoryError
 from rimuru.base.units import human_bytes
 from rimuru.engine.build import FIXED_SHARE
 from rimuru.engine.compacting_room import CompactingRoom
+from rimuru.engine.resolve import MIN_CONTEXT_TOKENS, longest_request, staying_experts
 from rimuru.engine.room import ExpertRoom
 from rimuru.engine.scheduler import Admission, Scheduler
 from rimuru.experts.device_places import n_loading_buffers
 from rimuru.experts.residency import ResidencyPolicy
 from rimuru.experts.routing import SyntheticRouter, router_for
-from rimuru.experts.store import even_quotas, quota_pages
+from rimuru.experts.store import even_quotas, pages_of
 from rimuru.inspect import dense_weight_bytes
 from rimuru.memory.cache import SequenceCache
 from rimuru.memory.page_pool import PagePool
@@ -151,11 +152,13 @@ class Simulation:
         """Of all traces so far: no request has the number of another one."""
         n_buffers, quotas = settings.buffer_experts, self._quotas()
         if self._is_by_device and settings.has_buffers:
-            fixed_bytes = quota_pages(self.experts, quotas) * self.experts.page_bytes
+            fixed_bytes = pages_of(self.experts, quotas) * self.experts.page_bytes
             n_buffers += n_loading_buffers(self.experts, self.pool.total_bytes, fixed_bytes)
         for _ in range(n_buffers):
             if self.pool.reserve_buffer(self.experts.max_pages) is None:
                 raise NotEnoughMemoryError("the loading buffers do not fit; give more --memory")
+        if quotas is None:
+            self._check_room(n_buffers)
         self.cache = SequenceCache(self.pool, layout, prefix_cache=settings.prefix_cache)
         self.room: CompactingRoom
         may_grow: Callable[[int], bool] = _never
@@ -186,6 +189,18 @@ class Simulation:
         if settings.ram_bytes is not None:
             disk_share = max(0.0, 1.0 - settings.ram_bytes / (self.experts.n_pages * self.experts.page_bytes))
         self.time = TimeModel(self.cost, settings.card, settings.ways, disk_share)
+
+    def _check_room(self, n_buffers: int) -> None:
+        """Refuse, as an engine would, where experts that may not leave have the pages of the shortest request."""
+        limit = self.settings.expert_offload_limit
+        n_staying = staying_experts(self.experts, None, limit)
+        reserved = n_buffers * self.experts.max_pages + pages_of(self.experts, n_staying)
+        if longest_request(self.layout, self.pool.total_bytes, reserved, MIN_CONTEXT_TOKENS) < MIN_CONTEXT_TOKENS:
+            beside = f" beside the {sum(n_staying)} experts that may not leave (--expert-offload-limit {limit})"
+            raise NotEnoughMemoryError(
+                f"a pool of {human_bytes(self.pool.total_bytes)} holds no request of {MIN_CONTEXT_TOKENS} tokens"
+                f"{beside if limit is not None else ''}; give more --memory or a higher --expert-offload-limit"
+            )
 
     @property
     def _is_by_device(self) -> bool:
@@ -287,7 +302,10 @@ class Simulation:
         """One step; returns when it ends."""
         plan = self.scheduler.schedule()
         if plan.failed:
-            raise plan.failed[0].error or NotEnoughMemoryError("a request does not fit")
+            raise plan.failed[0].error or NotEnoughMemoryError(
+                f"request {plan.failed[0].seq_id} needs more pages at {plan.failed[0].n_tokens} tokens than requests "
+                "can get; give more --memory, or let more experts leave (--resident-experts, --expert-offload-limit)"
+            )
         load = self._load(plan)
         time = self.time.step(load)
         now += time.step_s

@@ -74,6 +74,21 @@ def test_options_without_an_effect_on_a_cpu_are_named(capsys: pytest.CaptureFixt
         assert all(option in told[0] for option in options)
 
 
+@pytest.mark.parametrize("fixed", [["--resident-experts", "0.5"], ["--policy", "fixed"]])
+def test_options_without_an_effect_on_a_fixed_number_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, fixed: list[str]
+) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("prompt_tokens,output_tokens\n50,10\n")
+    elastic = ["--expert-offload-limit", "9", *([] if "--policy" in fixed else ["--policy", "paper"])]
+    for words in (["inspect", "qwen3-30b-a3b"], ["simulate", "qwen3-30b-a3b", "--trace", str(trace)]):
+        for options in ([], elastic):
+            assert main([*words, "--memory", "14GB", *fixed, *options]) == 0
+            told = [line for line in capsys.readouterr().err.splitlines() if "no effect" in line]
+            assert len(told) == bool(options)
+            assert all(option in told[0] for option in options if option.startswith("--"))
+
+
 def test_unwritable_output(capsys: pytest.CaptureFixture[str], tiny_models: Path, tmp_path: Path) -> None:
     model = str(tiny_models / "tiny.gguf")
     taken = tmp_path / "taken"

@@ -6,7 +6,8 @@ import memory_pools as pools
 import pytest
 from cache_lives import prefill
 
-from rimuru.engine.resolve import longest_request, pages_of, request_bytes, staying_experts
+from rimuru.engine.resolve import longest_request, request_bytes, staying_experts
+from rimuru.experts.store import pages_of
 from rimuru.memory.cache import SequenceCache
 
 LIMIT = 400
