@@ -11,7 +11,7 @@ resident time + missed bytes / the link's rate. Exit status 1 where a time is ov
     buffers   what is missed comes into loading buffers for a layer's turn; who is resident does not change
     places    what is missed takes the places of others: what engines do where host memory holds all experts
 
-Where the device brings experts in, what it counted in the timed run counts.
+Where the device brings experts in, it does so before they are computed, and what it counted in the timed run counts.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rimuru import LLM, SamplingParams
 from rimuru.experts import device_places
 from rimuru.experts.device_store import DeviceExpertStore
+from rimuru.experts.ways import WayTuner
 from rimuru.request import Sequence
 
 PROMPT_TOKENS = 64
@@ -109,10 +110,16 @@ def without_graphs(llm: LLM) -> Any:
     return patch.object(ops.graphs, "run", run)
 
 
+def plainest(tuner: WayTuner, n_tokens: int, link_s: float) -> str:
+    """Stands for WayTuner.choose: what a single stream begins with, and no trial of another way in so short a run."""
+    return tuner.ways[0]
+
+
 def measure(llm: LLM, n_new: int, n_requests: int, way: str) -> dict[str, Any]:
     """Time per token, missed bytes per token, and the tokens of the same requests."""
     work = requests(llm, n_new, n_requests)
-    with patch.object(device_places, "MAX_COMERS", 0 if way == "buffers" else device_places.MAX_COMERS):
+    most = 0 if way == "buffers" else device_places.MAX_COMERS
+    with patch.object(device_places, "MAX_COMERS", most), patch.object(WayTuner, "choose", plainest):
         answer(llm, *work[0])  # kernels, graphs
         timed = [answer(llm, *request) for request in work]
     tokens = [sequence.output_ids for sequence, _, _ in timed]
