@@ -215,7 +215,7 @@ def test_the_context_respects_how_many_experts_may_leave(model: Path, policy: st
         assert n_absent <= limit and room.n_shrunk > 0
         least = llm.loaded.dense_bytes + llm.loaded.scratch_bytes + llm.loaded.least_pool_bytes
         assert least > beside + stay_bytes
-        with pytest.raises(NotEnoughMemoryError, match="may not leave.*--expert-offload-limit.*resize to"):
+        with pytest.raises(NotEnoughMemoryError, match=r"may not leave.*--expert-offload-limit.*resize to"):
             llm.resize(least - layout.huge_bytes)
         llm.resize(memory - layout.huge_bytes)
         assert 128 <= llm.context_length < most

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script
 from rimuru.arch.common import Gguf
 from rimuru.arch.shapes import shape_gguf
 from rimuru.base.errors import BadInputError, RimuruError
-from rimuru.base.units import parse_bytes
-from rimuru.simulate.cards import as_used, card_named
 from rimuru.simulate.simulator import Settings, Simulation
 from rimuru.simulate.timing import Ways
 from tools.bench.elastic_table import read
 from tools.bench.elastic_trace import traces_of
-from tools.bench.simulate_forecast import publish
+from tools.bench.simulate_forecast import publish, settings_for
 
 COLUMNS = (
     ("answered", lambda v: f"{v['answered']}"),
@@ -45,32 +44,20 @@ def _three(values: dict[str, float], factor: float, digits: int) -> str:
     return " / ".join(f"{factor * values[key]:.{digits}f}" for key in ("mean", "p50", "p95"))
 
 
-def settings_for(row: dict[str, Any], ran: dict[str, Any], card_name: str) -> Settings:
+def variant_settings(row: dict[str, Any], ran: dict[str, Any], card_name: str) -> Settings:
     """The simulator's settings for a measured variant. Without reading in place another store serves the card: the host
     brings experts when a layer's router has chosen."""
     in_place = row["off"] != "in_place"
-    return Settings(
-        memory_bytes=parse_bytes(row["memory"]),
-        card=as_used(card_named(card_name)),
-        policy=row["policy"],
-        residency=row["residency"],
-        scratch_bytes=row["scratch_bytes"],
-        max_sequences=max(ran["streams"]),
-        ways=Ways(in_place=in_place, prefetch=False, prediction=False),
-        fill_on_read=row["off"] != "fill_on_read",
-        by_device=in_place,
-        has_buffers=row["off"] != "prefetch",
-        prefix_cache=False,
-        router=ran["router"],
-        n_topics=ran["topics"],
-        profile_tokens=0,
-        seed=ran["seed"],
-    )
+    like_the_table = settings_for({**row, "memory_report": {"scratch_bytes": row["scratch_bytes"]}}, ran, card_name)
+    return replace(
+        like_the_table, ways=Ways(in_place=in_place, prefetch=False, prediction=False), by_device=in_place,
+        router=ran["router"], n_topics=ran["topics"],
+    )  # fmt: skip
 
 
 def foretold(row: dict[str, Any], ran: dict[str, Any], gguf: Gguf, card_name: str, traces: Path) -> dict[str, Any]:
     """The same values as measured ones."""
-    simulation = Simulation(gguf, settings_for(row, ran, card_name))
+    simulation = Simulation(gguf, variant_settings(row, ran, card_name))
     scheduler, store = simulation.scheduler, simulation.store
     before = 0, 0, 0
     for requests in traces_of(ran, traces):
