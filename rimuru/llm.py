@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rimuru.base.errors import BadInputError, RimuruError
+from rimuru.base.fair_lock import FairLock
 from rimuru.base.shield import Shield
 from rimuru.base.units import parse_bytes
 from rimuru.config import EngineConfig
@@ -86,7 +87,7 @@ class LLM:
         self._shield = Shield()
         """Whatever changes the engine goes through it: an interrupt never leaves a step half done."""
         self._loaded: LoadedModel | None = load_model(Path(model), config, progress)
-        self._lock, self._resizing = threading.Lock(), threading.Lock()
+        self._lock, self._resizing = FairLock(), threading.Lock()
         self._outputs: dict[int, tuple[Sequence, weakref.ref[TextOutput]]] = {}
         """Answers by sequence. One that nobody holds any more (its caller was interrupted) is cancelled."""
         self._scorings: set[Generator[list[np.ndarray], None, None]] = set()
