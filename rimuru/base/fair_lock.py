@@ -16,6 +16,11 @@ class FairLock:
     def __init__(self) -> None:
         self._turn, self._lock = threading.Lock(), threading.Lock()
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for it just now."""
+        return self._turn.locked()
+
     def __enter__(self) -> None:
         with self._turn:  # who waits for the lock holds it, so that nobody else comes first
             self._lock.acquire()

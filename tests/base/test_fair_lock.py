@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 
@@ -11,30 +10,44 @@ import pytest
 from rimuru.base.fair_lock import FairLock
 
 
-def test_a_loop_lets_others_in() -> None:
-    """Two threads that wait for something while they have it, and want it again at once, take turns."""
-    lock, stop, turns, n_inside, most_inside = FairLock(), threading.Event(), [], [0], [0]
+def test_who_waits_comes_before_who_had_it() -> None:
+    lock = FairLock()
+    for _ in range(100):
+        order: list[str] = []
 
-    def loop(number: int) -> None:
-        while not stop.is_set():
+        def wait_for_it(order: list[str] = order) -> None:
+            with lock:
+                order.append("waited")
+
+        waiter = threading.Thread(target=wait_for_it)
+        with lock:
+            waiter.start()
+            while not lock.is_wanted:
+                time.sleep(0.0001)
+        with lock:
+            order.append("had it")
+        waiter.join(10)
+        assert order == ["waited", "had it"] and not lock.is_wanted
+
+
+def test_many_threads_never_have_it_together() -> None:
+    lock, n_inside, most_inside, n_turns = FairLock(), [0], [0], [0]
+
+    def take_it() -> None:
+        for _ in range(50):
             with lock:
                 n_inside[0] += 1
                 most_inside[0] = max(most_inside[0], n_inside[0])
-                turns.append(number)
-                time.sleep(0.0005)  # as a step on a device: others run meanwhile
+                time.sleep(0)
                 n_inside[0] -= 1
+                n_turns[0] += 1
 
-    threads = [threading.Thread(target=loop, args=(number,)) for number in range(2)]
+    threads = [threading.Thread(target=take_it) for _ in range(6)]
     for thread in threads:
         thread.start()
-    while len(turns) < 400:
-        time.sleep(0.01)
-    stop.set()
     for thread in threads:
-        thread.join(10)
-    both = turns[turns.index(1 - turns[0]) :]  # from where the second one has begun
-    n_again = sum(one == other for one, other in itertools.pairwise(both))
-    assert most_inside == [1] and n_again <= len(both) // 50, (n_again, len(both))
+        thread.join(30)
+    assert most_inside == [1] and n_turns == [300]
 
 
 def test_an_error_lets_go() -> None:
