@@ -292,7 +292,7 @@ def _add_simulate(commands: argparse._SubParsersAction, parents: list[argparse.A
     parser.add_argument("--rate", type=float, metavar="R", help="Poisson arrivals per second for a trace without times")
     parser.add_argument("--quant", default="q4_k_m", metavar="Q", help="quantisation of a built-in shape")
     parser.add_argument("--admission", default="optimistic", choices=("optimistic", "reserve"))
-    _add_card(parser, "rtx5090", "rtx5090, rtx4090 or h200")
+    _add_card(parser, "rtx5090", "rtx5090 (the default), rtx4090 or h200")
     parser.add_argument("--scratch", default="0", metavar="SIZE", help="activations within --memory (default 0)")
     parser.add_argument("--buffer-experts", type=int, default=0, metavar="N", help="loading buffers in the pool")
     parser.add_argument("--max-step-tokens", type=int, default=2048, metavar="N")

@@ -263,6 +263,7 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines.append(f"  waste       {layout['waste_fraction']:.1%} at worst ({wasted})")
     if sizes["pool"] is not None:
         lines.append(f"  pool        {human_bytes(sizes['pool'])}, {fits['huge_pages']} huge pages")
+    if sizes["pool"] is not None and report.get("starts", True):  # else a note says why not
         if fits["total_experts"]:
             lines.append(f"  residents   {fits['resident_experts']} of {fits['total_experts']} experts")
         counts = ", ".join(f"{n} x {context}" for context, n in fits["requests_by_context"].items())

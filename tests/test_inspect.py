@@ -110,6 +110,9 @@ def test_experts_that_stay_are_counted_and_what_does_not_start_is_said(capsys: p
         report = plan(capsys, "--memory", "14MB", *options)
         assert not report["starts"] and report["forecast"]["tokens_per_s"] is None
         assert [note for note in report["notes"] if "would not start" in note and word in note], report["notes"]
+        assert main(["inspect", "demo", "--device", "cpu", "--memory", "14MB", *options]) == 0
+        told = capsys.readouterr().out
+        assert "would not start" in told and "requests " not in told.split("note")[0] and "residents" not in told
         arguments = ["run", "demo", "--device", "cpu", "-q", "-p", "x", "-n", "1", "--memory", "14MB", *options]
         assert main(arguments) == 2
         assert "--memory" in capsys.readouterr().err

@@ -52,6 +52,8 @@ def parse_bytes(text: str | int | float) -> int:
             shown = "a negative number" if text < 0 else text
             raise BadInputError(f"a size must be a finite number of bytes, at least 0; got {shown}")
         return min(int(text), _MOST_BYTES)
+    if isinstance(text, str) and text.lstrip().startswith("-") and _SIZE.fullmatch(text.replace("-", "", 1)):
+        raise BadInputError(f"a size must be at least 0, got {text.strip()}")
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None or match.group(2).lower() not in _SUFFIX_BYTES:
         shown = repr(text) if len(repr(text)) <= 80 else repr(text)[:77] + "..."

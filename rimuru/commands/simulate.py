@@ -52,7 +52,7 @@ def simulate(args: argparse.Namespace) -> int:
     if args.json:
         print_json(describe(args, settings, quant) | result.as_dict(timeline=not args.no_timeline))
     else:
-        print(format_result(result))
+        print(f"{settings.card.name}, {human_bytes(settings.memory_bytes)}: " + format_result(result))
     return 0
 
 

@@ -308,7 +308,7 @@ class ExpertRoom(CompactingRoom):
             n_shrink, _ = paper_decision(0, free + self._unused_prefix_pages(), k)
             _, n_expand = paper_decision(0, free, k)
             if n_shrink and n_running:
-                self.shrink(1, _free_text(free))
+                self.shrink(1, f"{_free_text(free)}, fewer than the reserve for the next request")
         else:  # no reserve: whoever needs pages gets them when that pays, and admission would live on a reserve
             rates = self.store.rates
             idle_s = max(0.0, rates.compute_s - rates.link_s)

@@ -74,6 +74,11 @@ def test_options_without_an_effect_on_a_cpu_are_named(capsys: pytest.CaptureFixt
         assert all(option in told[0] for option in options)
 
 
+@pytest.mark.parametrize(("size", "word"), [("-1", "at least 0"), ("-8GiB", "at least 0"), ("--8", "cannot read")])
+def test_sizes_below_zero_are_called_so(capsys: pytest.CaptureFixture[str], size: str, word: str) -> None:
+    refused(capsys, ["inspect", "demo", f"--memory={size}"], word)
+
+
 @pytest.mark.parametrize("fixed", [["--resident-experts", "0.5"], ["--policy", "fixed"]])
 def test_options_without_an_effect_on_a_fixed_number_are_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, fixed: list[str]

@@ -248,6 +248,8 @@ def test_the_command_prints_the_agreed_keys(tmp_path: Path, capsys: pytest.Captu
     assert report["ttft_s"].keys() == report["tpot_s"].keys() == {"mean", "p50", "p95"}
     assert {"time_s", "expert", "kv", "ssm", "conv"} <= report["timeline"].keys()
     assert report["peak_concurrency"] == 4 and report["steps"] == 10
+    assert main(words[:-1]) == 0
+    assert capsys.readouterr().out.startswith("rtx5090, 12.0 GiB: 4 requests in ")
     assert main([*words, "--expert-offload-limit", "0", "--memory", "5GiB", "--policy", "paper"]) != 0
     assert "--expert-offload-limit" in capsys.readouterr().err
     idle = ["--swap", "1GiB", "--threads", "2", "--deterministic", "--cpu-experts"]
