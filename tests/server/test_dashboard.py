@@ -213,8 +213,13 @@ def test_reasons_say_one_page_and_two_pages(script: Running, monkeypatch: pytest
         room.make(7, 1)
         room._is_short = False
         room.adjust(1, 0, lambda: 0, 1.0)
-    few = "1 page is free, fewer than the reserve for the next request"
-    assert told == ["request 7 needs 1 page", few, "request 7 needs 2 pages", "2 pages are free"]
+    few = ", fewer than the reserve for the next request"
+    assert told == [
+        "request 7 needs 1 page",
+        f"1 page is free{few}",
+        "request 7 needs 2 pages",
+        f"2 pages are free{few}",
+    ]
 
 
 def test_metrics_count_decisions_and_swapping(script: Running) -> None:
